@@ -25,12 +25,7 @@ class Checked(BaseModel):
 
 
 class DamagedFile(Exception):
-    """A file is missing or damaged.
-
-    Args:
-        name: name of the file in its folder.
-        what: the damage, as the rest of a sentence that begins with the name.
-    """
+    """A file is missing or damaged. `what` is the damage, as the rest of a sentence that begins with the file's name."""
 
     def __init__(self, name: str, what: str):
         super().__init__(name, what)
@@ -41,14 +36,9 @@ class DamagedFile(Exception):
 
 
 class Folder:
-    """A folder on any filesystem, with the name that the user gave it.
+    """A folder on any filesystem, with the name that the user gave it: a path, or a URI that pyarrow understands.
 
-    Args:
-        name: a path, or a URI that pyarrow understands.
-        filesystem: the filesystem of the path; None takes it from the URI, or the local one.
-
-    Raises:
-        OSError, ValueError: pyarrow cannot reach the storage that the URI names.
+    Without a filesystem, it is that of the URI, or the local one. If pyarrow cannot reach it, this raises OSError or ValueError.
     """
 
     def __init__(self, name: str, filesystem: FileSystem | None = None):
@@ -68,7 +58,6 @@ class Folder:
 
     @property
     def last(self) -> str:
-        """The last part of the folder's path."""
         return os.path.basename(self.path)
 
     @property
@@ -83,10 +72,9 @@ class Folder:
         return sorted(info.base_name for info in self.filesystem.get_file_info(FileSelector(self.path)))
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes.
+        """Return the size of a file in bytes, or raise DamagedFile if it is missing, or is no regular file.
 
-        Raises:
-            DamagedFile: the file is missing, or is not a regular file. Reading a device or a pipe might never end.
+        Reading a device or a pipe might never end.
         """
         info = self.filesystem.get_file_info(self._at(name))
         if info.type == FileType.NotFound:
@@ -96,11 +84,7 @@ class Folder:
         return info.size
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            DamagedFile: `size` refuses the file, or it has more than `limit` bytes.
-        """
+        """Return the content of a file, or raise DamagedFile if `size` refuses it, or if it has more than `limit` bytes."""
         size = self.size(name)
         if size > limit:
             raise DamagedFile(name, f"has {size} bytes, but may have at most {limit}")
@@ -112,7 +96,6 @@ class Folder:
         return self.filesystem.open_input_file(self._at(name))
 
     def sha256(self, name: str) -> str:
-        """Return the SHA-256 of a file's content."""
         left, digest = self.size(name), hashlib.sha256()
         with self._stream(name) as stream:
             while left and (chunk := stream.read(min(left, _CHUNK))):
@@ -121,11 +104,7 @@ class Folder:
         return digest.hexdigest()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, and create the folder if needed. A reader finds the old content or the new one, never a part.
-
-        Raises:
-            OSError: the storage does not take the file.
-        """
+        """Write a file, and create the folder if needed. A reader finds the old content or the new one, never a part."""
         self.filesystem.create_dir(self.path, recursive=True)
         draft = self._at(f".{name}.new")
         with self.filesystem.open_output_stream(draft, compression=None) as stream:
@@ -133,7 +112,6 @@ class Folder:
         self.filesystem.move(draft, self._at(name))
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
         self.filesystem.delete_file(self._at(name))
 
     def delete(self) -> None:
@@ -161,14 +139,7 @@ class Folder:
 
 
 def read_json(folder: Folder, name: str, kind: TypeAdapter[Model], limit: int = _MOST_JSON) -> Model:
-    """Read a JSON file as a document of a type. Values of other types are refused, not converted.
-
-    Args:
-        limit: the largest size, in bytes.
-
-    Raises:
-        DamagedFile: the file cannot be read, or does not hold such a document.
-    """
+    """Read a JSON file as a document of a type, or raise DamagedFile. Values of other types are refused, not converted."""
     try:
         return kind.validate_json(folder.read(name, limit), strict=True)
     except ValidationError as error:

@@ -121,7 +121,7 @@ def status(given: argparse.Namespace) -> int:
 
 
 def health(given: argparse.Namespace) -> int:
-    from trainers.driver.experts import RunHealth
+    from trainers.driver.status import RunHealth
 
     found = RunHealth.at(given.run, given.trust)
     if given.picture:

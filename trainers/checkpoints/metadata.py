@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata."
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -34,12 +29,7 @@ _TUPLES: Mapping[str, int] = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3
 
 
 class Contents(NamedTuple):
-    """The contents of a checkpoint.
-
-    Attributes:
-        tensors: the tensors by name, with the boxes that they are cut into.
-        places: the file of every box, and the box's place in it.
-    """
+    """The tensors of a checkpoint by name, with the boxes that they are cut into, and the file and the place of every box."""
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, _StorageInfo]
@@ -63,8 +53,7 @@ class _Object:
 def read_metadata(content: bytes) -> Contents:
     """Return the contents that `torch.distributed.checkpoint` wrote, and check that the boxes of every tensor cover it.
 
-    Raises:
-        ValueError: the content is not such a pickle, or names an object that a checkpoint does not need.
+    Any other pickle, or one that names an object that a checkpoint does not need, raises ValueError.
     """
     try:
         return _contents(_Reader().read(content))

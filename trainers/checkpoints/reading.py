@@ -57,7 +57,7 @@ def read(
             if name not in files:
                 files[name] = pool.submit(opens, name)  # a thread begins with it before any that waits for it
             ahead.append((number, pool.submit(_read, files[name], run, checks)))
-            while len(ahead) > _RUNS_AHEAD or sum(_length(runs[each]) for each, _ in ahead) > _AHEAD:
+            while len(ahead) > _RUNS_AHEAD or sum(_length(runs[waiting]) for waiting, _ in ahead) > _AHEAD:
                 yield from taken()
         while ahead:
             yield from taken()

@@ -47,11 +47,7 @@ def steps(run: Folder) -> list[str]:
 
 
 def listed(run: Folder) -> set[str]:
-    """Return the names of the checkpoints that Ray knows. They have been complete.
-
-    Raises:
-        DamagedFile: Ray's list is damaged.
-    """
+    """Return the names of the checkpoints that Ray knows. They have been complete. A damaged list raises DamagedFile."""
     return {entry.checkpoint_dir_name for entry in _entries(run)}
 
 
@@ -59,18 +55,14 @@ def write_list(run: Folder, names: Sequence[str]) -> None:
     """Make these checkpoints the ones that Ray knows. The one with the most steps is the newest.
 
     The metrics and the order of checkpoints that are already in the list stay.
-
-    Raises:
-        OSError: the storage does not take the list.
     """
     before = dict[str, dict[str, Any]]()
     with suppress(DamagedFile):
         before = {entry.checkpoint_dir_name: entry.metrics for entry in _entries(run)}
     order = [name for name in before if name in names] + sorted(set(names) - before.keys(), key=step_of)
     by_step = sorted(order, key=step_of)
-    results = {
-        name: {"version": 0, "checkpoint_dir_name": name, "metrics": before.get(name, {"step": step_of(name)})} for name in order
-    }
+    metrics = {name: before.get(name, {"step": step_of(name)}) for name in order}
+    results = {name: {"version": 0, "checkpoint_dir_name": name, "metrics": metrics[name]} for name in order}
     document = {
         "ray_version": ray.__version__,
         "checkpoint_results": list(results.values()),

@@ -14,11 +14,10 @@ Index = tuple[str, tuple[int, ...]]
 
 
 class Staged:
-    """The shards of a checkpoint. A thread takes one after another, and training copies those that are left before it changes
-    them. So the thread holds one copy at a time, and training waits for a copy only if it comes first.
+    """The shards of a checkpoint, whose tensors do not change before `settle`.
 
-    Args:
-        shards: the shards. Their tensors do not change before `settle`.
+    A thread takes one after another, and training copies those that are left before it changes them. So the thread holds one copy
+    at a time, and training waits for a copy only if it comes first.
     """
 
     def __init__(self, shards: Sequence[Shard]):
@@ -47,7 +46,6 @@ class Staged:
                 self._copies[index] = _copy(tensor)
 
     def drop(self) -> None:
-        """Forget everything."""
         self.keep(())
 
 

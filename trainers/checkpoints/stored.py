@@ -50,14 +50,7 @@ Range = Annotated[str, Field(pattern=r"^\d{1,19}\+\d{1,19}$")]
 
 
 class DamagedCheckpoint(Exception):
-    """Training cannot continue from a checkpoint. All ranks raise this error, and another attempt would fail in the same
-    way.
-
-    Args:
-        path: path of the checkpoint in its storage.
-        file: name of the damaged file.
-        what: the damage.
-    """
+    """Training cannot continue from a checkpoint. All ranks raise this error, and another attempt would fail in the same way."""
 
     def __init__(self, path: str, file: str, what: str):
         super().__init__(path, file, what)
@@ -68,13 +61,10 @@ class DamagedCheckpoint(Exception):
 
 
 class Entry(Checked):
-    """Size and hashes of a file as it was written.
+    """Size in bytes and hashes of a file as it was written.
 
-    Attributes:
-        size: number of bytes.
-        sha256: SHA-256 of the file.
-        boxes: SHA-256 of each box in a file of tensors, by the box's place (`range_of`). Old checkpoints have a hash of the
-            whole file instead, or none.
+    A file of tensors has the SHA-256 of each box, by the box's place (`range_of`). Old checkpoints have a hash of the whole file
+    instead, or none.
     """
 
     size: Count
@@ -89,11 +79,8 @@ class Entry(Checked):
 class Found(Checked):
     """The choice of a search during training, and the ground that it holds for (`worker/ground.py`).
 
-    Attributes:
-        on: settings and machines.
-        chosen: degree, and bytes of a chunk of gradients.
-        speeds: measured speeds by name. Old checkpoints have none.
-        seconds: seconds of a step with the choice, if they were measured.
+    `on` are settings and machines, `chosen` the degree and the bytes of a chunk of gradients. `speeds` are measured ones by name;
+    old checkpoints have none. `seconds` are those of a step with the choice, if they were measured.
     """
 
     on: dict[str, Any]
@@ -106,7 +93,6 @@ class Progress(Checked):
     """The state beside the tensors that training needs to continue: `progress.json` of a checkpoint.
 
     Attributes:
-        step: number of finished steps.
         data: name of the folder of the packed data.
         content: what these data are, wherever they lie (`PackedData.content`). Old checkpoints do not have it.
         seed, global_batch: of the training. They decide the order of its text. Old checkpoints do not have them.
@@ -134,15 +120,14 @@ class Stored:
     """A checkpoint with all its files.
 
     Args:
-        entries: size and hashes of every file, as it was written.
-        known: the files whose sizes, and hashes of the whole file, were compared already. Readers add different files.
+        checked: the files whose sizes, and hashes of the whole file, were compared already. Readers add different files.
     """
 
     folder: Folder
     entries: dict[str, Entry]
     contents: Contents
     progress: Progress
-    known: set[str] = field(default_factory=set)
+    checked: set[str] = field(default_factory=set)
 
     @property
     def hashed(self) -> bool:
@@ -154,22 +139,14 @@ class Stored:
         return sum(entry.size for entry in self.entries.values())
 
     def check(self) -> None:
-        """Compare the hashes of all files.
-
-        Raises:
-            DamagedFile: a file is missing, or has other bytes than were written.
-        """
+        """Compare the hashes of all files. Like all that reads one, it raises DamagedFile for other bytes than were written."""
         for name in self.entries:
             self._check(name)
         for _ in self.read(_place(name, box) for name, entry in self.entries.items() for box in entry.boxes or ()):
             pass
 
     def read(self, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
-        """Yield boxes in files of tensors with their bytes, in the order of places.
-
-        Raises:
-            DamagedFile: a file is missing, or has other bytes than were written.
-        """
+        """Yield boxes in files of tensors with their bytes, in the order of places."""
         return read(places, self._open, self._check_box)
 
     def _open(self, name: str) -> NativeFile:
@@ -184,18 +161,14 @@ class Stored:
 
     def _check(self, name: str) -> None:
         """Compare a file's size and the hash of the whole file, once. The size may have been checked on another machine."""
-        if name not in self.known:
+        if name not in self.checked:
             _check_size(self.folder, name, self.entries[name])
             _check_hash(self.folder, name, self.entries[name])
-            self.known.add(name)
+            self.checked.add(name)
 
 
 def look(folder: Folder) -> Stored:
-    """Read a checkpoint's manifests, metadata and progress, and check the size of every file.
-
-    Raises:
-        DamagedFile: a file is missing, or differs from what was written.
-    """
+    """Read a checkpoint's manifests, metadata and progress, and check the size of every file, or raise DamagedFile."""
     names = folder.names()
     if names is None:
         raise DamagedFile("its folder", "does not exist")
@@ -227,14 +200,7 @@ def _place(name: str, box: str) -> Place:
 
 
 def seal(folder: Path, rank: int, boxes: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Write the manifest of the files that a rank has written.
-
-    Args:
-        boxes: the hashes of boxes (`Entry.boxes`) of each file of tensors.
-
-    Returns:
-        the names of all files of the rank.
-    """
+    """Write the manifest of a rank's files, with the hashes of boxes of each file of tensors. Return the names of its files."""
     written, manifest = Folder(str(folder)), f"manifest.{rank}.json"
     entries: dict[str, Any] = {name: {"size": written.size(name), "boxes": hashes} for name, hashes in boxes.items()}
     for name in (METADATA, PROGRESS) if rank == 0 else ():
@@ -256,7 +222,6 @@ def _entries(folder: Folder, names: list[str], pool: ThreadPoolExecutor) -> dict
 
 
 def _listed(folder: Folder, manifest: str) -> dict[str, Entry]:
-    """Return the entries of a manifest."""
     if _MANIFEST.fullmatch(manifest):
         return read_json(folder, manifest, _ENTRIES)
     return {name: Entry(size=size) for name, size in read_json(folder, manifest, _SIZES).items()}

@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.cluster.seating import NODE_ID, chosen_nodes, resources, seated, traffic_of
+from trainers.cluster.joining import resources
+from trainers.cluster.seating import NODE_ID, chosen_nodes, seated, traffic_of
 from trainers.cluster.workers import environment
 
 MEMORY = "memory"
@@ -33,8 +34,7 @@ _PLACED_S, _JOINED_S = 60.0, 60.0  # seconds for actors to be placed, and to fin
 class RankFailure(Exception):
     """A call failed on some rank. The other ranks may wait for it forever, so the group cannot be used any more.
 
-    Args:
-        reason: one line; it begins with `MEMORY` if a rank ran out of memory.
+    The reason is one line. It begins with `MEMORY` if a rank ran out of memory.
     """
 
     def __init__(self, reason: str):
@@ -43,7 +43,7 @@ class RankFailure(Exception):
 
 
 class Ranks:
-    """A world of ranks.
+    """A world of ranks. If they do not start, or do not find each other, nothing of them is left.
 
     Args:
         recipe: its section `cluster` says how many ranks to start, and with which resources.
@@ -51,10 +51,6 @@ class Ranks:
 
     Attributes:
         hosts: addresses of the nodes that the ranks run on, in the order of ranks.
-
-    Raises:
-        UserError: the cluster has no room for the ranks.
-        RankFailure: the ranks do not start, or do not find each other. Nothing of them is left.
     """
 
     def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None):
@@ -98,12 +94,8 @@ class Ranks:
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         """Call `function(state, *arguments)` on all ranks at once, and return the results by rank.
 
-        Args:
-            function: its argument `state` is a dictionary that a rank keeps from call to call.
-            timeout: in seconds.
-
-        Raises:
-            RankFailure: a rank failed, or the call took longer than the timeout.
+        `state` is a dictionary that a rank keeps from call to call. If a rank fails, or if the call takes longer than `timeout`
+        seconds, it raises RankFailure.
         """
         return self._wait([actor.call.remote(function, arguments) for actor in self._actors], timeout)
 
@@ -116,10 +108,10 @@ class Ranks:
     @staticmethod
     def _wait(calls: list[Any], timeout: float) -> list[Any]:
         """Return all results. The first failure raises, even if other ranks are still running."""
-        end, left = time.monotonic() + timeout, list(calls)
+        end, running = time.monotonic() + timeout, list(calls)
         try:
-            while left:
-                done, left = ray.wait(left, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            while running:
+                done, running = ray.wait(running, num_returns=1, timeout=max(0.0, end - time.monotonic()))
                 if not done:
                     raise RankFailure(f"took more than {timeout:.0f} s")
                 ray.get(done)
@@ -129,8 +121,6 @@ class Ranks:
 
 
 class _Rank:
-    """The actor of one rank."""
-
     def __init__(self, threads: int):
         torch.set_num_threads(threads)
         self._state: dict[str, Any] = {}
@@ -157,7 +147,6 @@ class _Rank:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason of a failure in one line."""
     cause: BaseException = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     line = " ".join(str(cause).split())[:200]
     if isinstance(cause, (MemoryError, torch.OutOfMemoryError, OutOfMemoryError)):

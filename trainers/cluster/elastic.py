@@ -11,6 +11,8 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision, ResizeDecision, ScalingDecision
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
+from trainers.cluster.joining import seats
+
 _PATIENCE_S = 300.0  # for the fewest workers
 _STALE_S = 20.0  # until Ray's coordinator knows a node that has come
 
@@ -19,10 +21,7 @@ class LegalWorlds(ElasticScalingPolicy):
     """Ray's elastic scaling, rounded to numbers of workers that have a legal fold.
 
     Ray would resize a group that runs without a checkpoint of its last step. So foldray's driver resizes it: it asks the
-    workers to stop in order, and starts them again.
-
-    Args:
-        worlds: the legal numbers of workers.
+    workers to stop in order, and starts them again. `worlds` are the legal numbers of workers.
     """
 
     def __init__(self, scaling_config: ScalingConfig, worlds: Sequence[int]):
@@ -34,7 +33,12 @@ class LegalWorlds(ElasticScalingPolicy):
     def _count_possible_workers(self, reserved_resources: dict) -> int:
         # Ray's coordinator still has the nodes of some seconds ago. A group with a place on a lost node would wait for a minute.
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        room = super()._count_possible_workers({node: has for node, has in reserved_resources.items() if node in alive})
+        return self._legal(
+            super()._count_possible_workers({node: has for node, has in reserved_resources.items() if node in alive})
+        )
+
+    def _legal(self, room: int) -> int:
+        """Return the largest legal number of workers up to this one."""
         return max((world for world in self._worlds if world <= room), default=0)
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
@@ -50,8 +54,7 @@ class LegalWorlds(ElasticScalingPolicy):
 
     def _unless_stale(self, decision: ResizeDecision) -> ScalingDecision:
         """Wait for some time if the nodes have room for more workers than Ray's coordinator knows."""
-        room = _room(self.scaling_config._resources_per_worker_not_none)
-        if decision.num_workers < max((world for world in self._worlds if world <= room), default=0):
+        if decision.num_workers < self._legal(_room(self.scaling_config._resources_per_worker_not_none)):
             self._fewer_since = self._fewer_since or time.monotonic()
             if time.monotonic() - self._fewer_since < _STALE_S:
                 return NoopDecision()
@@ -66,16 +69,11 @@ class LegalWorlds(ElasticScalingPolicy):
 
 
 def larger_world(need: Mapping[str, float], worlds: Sequence[int], now: int) -> int | None:
-    """Return the largest legal number of workers above `now` for which the cluster has room; None if there is none.
-
-    Args:
-        need: the resources of a worker.
-    """
-    more = _room(need)
-    return max((world for world in worlds if now < world <= now + more), default=None)
+    """Return the largest legal number of workers, each with these needs, above `now` that the cluster has room for, if any."""
+    room = now + _room(need)
+    return max((world for world in worlds if now < world <= room), default=None)
 
 
 def _room(need: Mapping[str, float]) -> int:
-    """Return the number of workers that nodes have room for now, each with so much of every resource; 0 if they need none."""
-    free, wanted = ray._private.state.available_resources_per_node(), {name: each for name, each in need.items() if each > 0}
-    return sum(min((int(node.get(name, 0.0) // each) for name, each in wanted.items()), default=0) for node in free.values())
+    """Return the number of workers with these needs that nodes have room for now."""
+    return sum(seats(free, need) for free in ray._private.state.available_resources_per_node().values())

@@ -44,10 +44,9 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
     """Submit `foldray train` as a Ray job and follow its log.
 
     The job carries foldray's packages and the complete recipe. So the cluster needs foldray's dependencies, but not foldray
-    or the recipe's file.
+    or the recipe's file. `address` is that of the cluster's dashboard.
 
     Args:
-        address: address of the cluster's dashboard.
         as_json: print the job's JSON document on standard output, and its log on standard error.
         wait: follow the log until the job ends; otherwise return once the cluster has accepted the job.
         stops: Ctrl-C stops the job. Otherwise the job goes on, and only its log is no longer followed.
@@ -55,17 +54,14 @@ def submit(recipe: Recipe, address: str, as_json: bool = False, wait: bool = Tru
     Returns:
         The exit code of the training; 0 if the job was accepted and nobody waits for it, 1 for a job without an exit code, and
         130 after Ctrl-C.
-
-    Raises:
-        UserError: the recipe is for measurements alone or holds a secret that the job would need, the cluster does not answer or
-            refuses the token, or foldray's packages are too large.
     """
     check_trains(recipe)
     _check_address(address)
     for key, url in (("tracking.uri", recipe.tracking.uri), ("cluster.storage", recipe.cluster.storage)):
         if url is not None and holds_secret(url):
             raise UserError(key, url, _STORED)
-    _send_token()
+    if has_token():  # Ray's client sends it in this mode alone, and requires it then
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobStatus, JobSubmissionClient
 
@@ -109,43 +105,31 @@ def _check_address(address: str) -> None:
     """Refuse an address that is not a dashboard's. Ray's client would try some of these addresses for minutes."""
     try:
         parts = urlsplit(address)
-        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        known = False
-    if not known:
+        is_url = False
+    if not is_url:
         raise UserError("address", address, "must be the address of the cluster's dashboard, such as http://HOST:8265")
 
 
-def _send_token() -> None:
-    """Make Ray's job client send the token if the user has one. With RAY_AUTH_MODE=token, the client requires a token."""
-    if has_token():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
 def has_token() -> bool:
-    """Whether this user has a token for Ray clusters."""
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(named) or token_file().exists()
 
 
 def token_file() -> Path:
-    """Return the file of the user's token for Ray clusters."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def _pack(folder: Path, recipe: Recipe, root: Path = _ROOT) -> None:
-    """Put what a job carries into a folder: foldray's packages, without what else lies beside their files, and the recipe.
-
-    Raises:
-        UserError: the packages are too large.
-    """
+    """Put what a job carries into a folder: foldray's packages, without what else lies beside their files, and the recipe."""
     for package in _PACKAGES:
         shutil.copytree(root / package, folder / package, ignore=_left_out)
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     if (total := sum(sizes.values())) > _MOST:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-        told = ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
-        rule = f"a job carries at most {_MOST / 2**20:.0f} MiB of the packages in {root}; move away what is not theirs: {told}"
+        names = ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)
+        rule = f"a job carries at most {_MOST / 2**20:.0f} MiB of the packages in {root}; move away what is not theirs: {names}"
         raise UserError("packages", f"{total / 2**20:.1f} MiB", rule)
     plain = recipe.model_dump(mode="json")
     plain["cluster"]["address"] = None  # the job runs on the cluster that it is sent to
@@ -154,16 +138,15 @@ def _pack(folder: Path, recipe: Recipe, root: Path = _ROOT) -> None:
 
 def _left_out(folder: str, names: list[str]) -> list[str]:
     """Return the entries of a folder that do not belong to the packages: caches, runs, environments, links, other files."""
-    found = []
-    for name in names:
-        path = Path(folder, name)
-        if path.is_symlink() or name.startswith("."):
-            found.append(name)
-        elif path.is_dir():
-            found += [name] * (name in _NEVER or (path / "pyvenv.cfg").exists())
-        elif path.suffix not in _TAKEN or not path.is_file():
-            found.append(name)
-    return found
+
+    def is_theirs(path: Path) -> bool:
+        if path.is_symlink() or path.name.startswith("."):
+            return False
+        if path.is_dir():
+            return path.name not in _NEVER and not (path / "pyvenv.cfg").exists()
+        return path.suffix in _TAKEN and path.is_file()
+
+    return [name for name in names if not is_theirs(Path(folder, name))]
 
 
 async def _follow(client: JobSubmissionClient, job: str, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -44,14 +45,8 @@ _OBJECT_STORE = 512 * 2**20  # bytes; training data does not travel through Ray
 def connect(recipe: Recipe, crowded: bool = False) -> None:
     """Join the cluster that the recipe or the environment names, or start Ray on this machine.
 
-    If this process has already joined a cluster, nothing happens.
-
-    Args:
-        crowded: a Ray on this machine takes all workers of the recipe, even if it has fewer cores.
-
-    Raises:
-        UserError: no cluster answers at the address, or the cluster refuses the token, or the model is too large for this
-            machine, or Ray does not start on it.
+    If this process has already joined a cluster, nothing happens. With `crowded`, a Ray on this machine takes all workers of the
+    recipe, even if it has fewer cores.
     """
     prompt = _PROMPT if recipe.cluster.workers <= _PROMPT_WORKERS else {}
     for key, value in (_FOR_RAY | prompt).items():
@@ -76,9 +71,6 @@ def join(address: str | None, field: str = "cluster.address") -> None:
     """Join the cluster at an address; None is the one that the environment names.
 
     If this process has already joined a cluster, nothing happens.
-
-    Raises:
-        UserError: no cluster answers at the address, or the cluster refuses the token.
     """
     if ray.is_initialized():
         return
@@ -90,8 +82,7 @@ def join(address: str | None, field: str = "cluster.address") -> None:
         raise UserError(field, named, WANTS_TOKEN) from None
     except (OSError, RuntimeError, ValueError) as error:
         reason = told_without(" ".join(str(error).split()), named)[:160]
-        rule = f"no Ray cluster answers there, or it refuses the token ({reason})"
-        raise UserError(field, named, rule) from None
+        raise UserError(field, named, f"no Ray cluster answers there, or it refuses the token ({reason})") from None
 
 
 def _make_token() -> None:
@@ -111,10 +102,9 @@ def _make_token() -> None:
 
 
 def _knock(address: str) -> None:
-    """Fail in seconds if no Ray cluster listens at an address. Ray itself would try for a quarter of an hour.
+    """Raise ConnectionError in seconds if no Ray cluster listens at an address. Ray itself would try for a quarter of an hour.
 
-    Raises:
-        ConnectionError: no server at the address speaks Ray's protocol. The dashboard does not.
+    A cluster speaks Ray's protocol. Its dashboard does not.
     """
     if ":" not in address:
         return  # Ray knows words such as "auto", and refuses other words at once
@@ -131,24 +121,19 @@ def _knock(address: str) -> None:
 
 
 def check_room(recipe: Recipe) -> None:
-    """Refuse a recipe whose workers can never be placed.
-
-    Raises:
-        UserError: the recipe needs more workers, CPUs or GPUs than the cluster's nodes have, or more memory.
-    """
+    """Refuse a recipe whose workers can never be placed."""
     cluster = recipe.cluster
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
     if cluster.gpu and not any(node.get("GPU") for node in nodes):
         raise UserError("cluster.gpu", "true", f"none of the cluster's {len(nodes)} node(s) has a GPU", ["false"])
-    places = [_places(node, cluster.cpus_per_worker, cluster.gpu) for node in nodes]
+    places = [seats(node, resources(recipe)) for node in nodes]
     if cluster.placement == "STRICT_SPREAD":
         places = [min(place, 1) for place in places]
     room = max(places, default=0) if cluster.placement == "STRICT_PACK" else sum(places)
     if cluster.workers > room:
-        resources = f"{cluster.cpus_per_worker} CPU" + (" and 1 GPU" if cluster.gpu else "")
-        on_nodes = f"on {len(nodes)} node(s), placed {cluster.placement}"
-        rule = f"the cluster has room for {room} workers of {resources} each {on_nodes}"
+        needs = f"{cluster.cpus_per_worker} CPU" + (" and 1 GPU" if cluster.gpu else "")
+        rule = f"the cluster has room for {room} workers of {needs} each on {len(nodes)} node(s), placed {cluster.placement}"
         raise UserError("cluster.workers", cluster.workers, rule, [f"1 to {room}"] if room else None)
     for label in dict.fromkeys(filter(None, recipe.labels)):
         key, value = label.split("=", 1)
@@ -174,14 +159,19 @@ def _check_memory(recipe: Recipe, available: float, where: str) -> None:
     for family, held in count.items():
         only = dict.fromkeys(count, 0.0) | {family: held}
         share = parameters(fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, only)
-        each = share.weights + share.gradients + share.optimizer * _STATES.get(recipe.optimizer.kind, 0.0)
-        needed += each * (fold.attention_ranks if family == "dp_cp" else fold.moe_ranks)
+        held_bytes = share.weights + share.gradients + share.optimizer * _STATES.get(recipe.optimizer.kind, 0.0)
+        needed += held_bytes * (fold.attention_ranks if family == "dp_cp" else fold.moe_ranks)
     if needed > available:
         least = f"{workers} workers need at least {in_bytes(needed)} for weights, gradients and optimizer"
         rule = f"{least}, but {where} has {in_bytes(available)}"
         raise UserError("model", f"{outside + inside:.3g} parameters", rule)
 
 
-def _places(node: dict[str, float], cpus: int, gpu: bool) -> int:
-    by_cpu = int(node.get("CPU", 0) // cpus)
-    return min(by_cpu, int(node.get("GPU", 0))) if gpu else by_cpu
+def resources(recipe: Recipe) -> dict[str, float]:
+    """Return what Ray reserves for a worker of a recipe."""
+    return {"CPU": float(recipe.cluster.cpus_per_worker), **({"GPU": 1.0} if recipe.cluster.gpu else {})}
+
+
+def seats(room: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Return how many workers with these needs find room among a node's resources; 0 if they need nothing."""
+    return min((int(room.get(name, 0.0) // amount) for name, amount in needs.items() if amount > 0), default=0)

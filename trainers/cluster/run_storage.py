@@ -24,24 +24,14 @@ _SECRET = (
 
 
 def storage_folder(recipe: Recipe) -> str:
-    """Return the place of runs: an absolute folder, or a URI that Ray's storage understands.
-
-    Raises:
-        UserError: as `checked_storage`.
-    """
+    """Return the place of runs: an absolute folder, or a URI that Ray's storage understands."""
     return checked_storage("cluster.storage", recipe.cluster.storage)
 
 
 def checked_storage(field: str, storage: str | None) -> str:
     """Return a storage as an absolute folder or as a URI, after a small file has been written to it.
 
-    Args:
-        field: what the user calls the storage.
-        storage: a folder, which may be relative or begin with `~`, or a URI; None is the default folder.
-
-    Raises:
-        UserError: the folder is not writable, the URI holds a secret, or its storage takes no file. Or the folder is
-            relative inside a Ray job, whose working folder is deleted at its end.
+    It is a folder, which may be relative or begin with `~`, or a URI; None is the default folder.
     """
     if storage is not None and "://" in storage:
         refuse_secret(field, storage)
@@ -51,27 +41,18 @@ def checked_storage(field: str, storage: str | None) -> str:
     except RuntimeError:
         raise UserError(field, storage, "names the home of an unknown user") from None
     if in_job() and storage is not None and not folder.is_absolute():
-        rule = "a Ray job's working folder is deleted with the job; give an absolute folder or a URI"
-        raise UserError(field, storage, rule)
+        raise UserError(field, storage, "a Ray job's working folder is deleted with the job; give an absolute folder or a URI")
     return _written(field, folder.absolute())
 
 
 def refuse_secret(field: str, uri: str) -> None:
-    """Refuse a URI with a password, which files of the run would show.
-
-    Raises:
-        UserError: it holds one.
-    """
+    """Refuse a URI with a password, which files of the run would show."""
     if holds_secret(uri):
         raise UserError(field, uri, _SECRET)
 
 
 def check_filesystem(field: str, files: pyarrow.fs.FileSystem, folder: str) -> None:
-    """Write a small file to a folder of a filesystem, and delete it.
-
-    Raises:
-        UserError: the filesystem does not take the file.
-    """
+    """Write a small file to a folder of a filesystem, and delete it."""
     try:
         files.create_dir(folder, recursive=True)
         storage_probe.write(files, folder)

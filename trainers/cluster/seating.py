@@ -21,7 +21,7 @@ from foldray.fold import Edges, Room, arrange
 from foldray.planner import traffic
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
-from trainers.cluster.joining import join
+from trainers.cluster.joining import join, resources, seats
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
@@ -29,22 +29,11 @@ _RELEASED_S = 10.0  # seconds for the cluster to have room; after that, Ray wait
 
 
 class Host(NamedTuple):
-    """A node of the cluster.
-
-    Args:
-        id: its id in hexadecimal digits.
-        address: its IP address.
-        seats: workers that it has room for.
-    """
+    """A node of the cluster: its id in hexadecimal digits, its IP address, and how many workers it has room for."""
 
     id: str
     address: str
     seats: int
-
-
-def resources(recipe: Recipe) -> dict[str, float]:
-    """Return what Ray reserves for a worker of a recipe."""
-    return {"CPU": float(recipe.cluster.cpus_per_worker), **({"GPU": 1.0} if recipe.cluster.gpu else {})}
 
 
 def joined_hosts(address: str, recipe: Recipe | None) -> list[Host]:
@@ -53,9 +42,6 @@ def joined_hosts(address: str, recipe: Recipe | None) -> list[Host]:
     Args:
         address: its address, or "auto" for one that runs on this machine.
         recipe: says what a worker needs; None is a GPU if any node has one, or else a CPU.
-
-    Raises:
-        UserError: no cluster answers there, or it has no room for a worker.
     """
     join(address, "cluster")
     if recipe is not None:
@@ -66,20 +52,12 @@ def joined_hosts(address: str, recipe: Recipe | None) -> list[Host]:
 
 
 def hosts(needs: Mapping[str, float], free: bool = False) -> list[Host]:
-    """Return the nodes of the cluster.
-
-    Args:
-        needs: what a worker needs, such as {"CPU": 1, "GPU": 1}.
-        free: whether only resources count that nobody has reserved.
-    """
-    left = ray._private.state.available_resources_per_node() if free else {}
-    found = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            has = left.get(node["NodeID"], {}) if free else node["Resources"]
-            seats = min((int(has.get(name, 0) // amount) for name, amount in needs.items() if amount), default=0)
-            found.append(Host(node["NodeID"], node["NodeManagerAddress"], seats))
-    return found
+    """Return the nodes of the cluster, for workers with these needs. With `free`, reserved resources do not count."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    room = {node["NodeID"]: node["Resources"] for node in nodes}
+    if free:
+        room = ray._private.state.available_resources_per_node()
+    return [Host(node["NodeID"], node["NodeManagerAddress"], seats(room.get(node["NodeID"], {}), needs)) for node in nodes]
 
 
 def traffic_of(recipe: Recipe) -> Edges:
@@ -90,19 +68,18 @@ def traffic_of(recipe: Recipe) -> Edges:
 def chosen_nodes(edges: Edges, needs: Mapping[str, float]) -> list[str] | None:
     """Return the id of a node for every rank, among nodes with free room.
 
-    Returns:
-        None if Ray may choose: a node has room for all ranks, or the cluster has no room beyond them.
+    Ray may choose (None) if a node has room for all ranks, or if the cluster has no room beyond them.
     """
     world, end = edges.fold.world_size, time.monotonic() + _RELEASED_S
-    there = hosts(needs, free=True)
+    nodes = hosts(needs, free=True)
     # Ray would wait as well. Workers that have just ended give their room back a moment later.
-    while sum(host.seats for host in there) < world and time.monotonic() < end:
+    while sum(host.seats for host in nodes) < world and time.monotonic() < end:
         time.sleep(_RELEASED_S / 50)
-        there = hosts(needs, free=True)
-    if max(host.seats for host in there) >= world or sum(host.seats for host in there) <= world:
+        nodes = hosts(needs, free=True)
+    if max(host.seats for host in nodes) >= world or sum(host.seats for host in nodes) <= world:
         return None
-    where = arrange(edges, [Room(number, host.seats) for number, host in enumerate(there)])
-    return [there[node].id for node in where]
+    where = arrange(edges, [Room(number, host.seats) for number, host in enumerate(nodes)])
+    return [nodes[number].id for number in where]
 
 
 def seated(edges: Edges, nodes: Sequence[str], kinds: Sequence[str], wanted: Sequence[str]) -> list[int]:
@@ -111,7 +88,6 @@ def seated(edges: Edges, nodes: Sequence[str], kinds: Sequence[str], wanted: Seq
     Workers of a node get their ranks in the order of their numbers, which is that of their GPUs.
 
     Args:
-        edges: the traffic between ranks.
         nodes: the node of every worker.
         kinds: the kind of place that every worker has been given.
         wanted: the kind of place that every rank needs.
@@ -127,10 +103,9 @@ def seated(edges: Edges, nodes: Sequence[str], kinds: Sequence[str], wanted: Seq
 
 
 class Seating(WorkerGroupCallback):
-    """Seats the workers of Ray Train. It runs in Ray's controller, whenever workers start.
+    """Seats the workers of Ray Train, by the traffic between ranks for every number of workers.
 
-    Args:
-        traffic: the traffic between ranks, by the number of workers.
+    It runs in Ray's controller, whenever workers start.
     """
 
     def __init__(self, traffic: Mapping[int, Edges]):
@@ -141,7 +116,7 @@ class Seating(WorkerGroupCallback):
         """Choose nodes, if the workers may be anywhere."""
         context = worker_group_context
         selectors = context.label_selector or []
-        self._selectors = [dict(each) for each in selectors]
+        self._selectors = [dict(selector) for selector in selectors]
         if not selectors or any(selectors) or context.placement_strategy != "PACK":
             return
         edges = self._traffic[context.num_workers]
@@ -150,7 +125,7 @@ class Seating(WorkerGroupCallback):
 
     def before_init_train_context(self, workers: list[Worker]) -> dict[str, list[Any]]:
         """Renumber the workers. Ray gives each the number of its place in this list."""
-        wanted = [str(sorted(each.items())) for each in self._selectors] or [""] * len(workers)
+        wanted = [str(sorted(selector.items())) for selector in self._selectors] or [""] * len(workers)
         kinds = [wanted[worker.placement_group_bundle_index] for worker in workers]
         nodes = [worker.metadata.node_id for worker in workers]
         order = seated(self._traffic[len(workers)], nodes, kinds, wanted)

@@ -22,9 +22,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from foldray.comm import Groups, nccl
 from foldray.fold import Edges
 from foldray.recipe import Recipe
-from trainers.cluster.joining import check_room, connect
+from trainers.cluster.joining import check_room, connect, resources
 from trainers.cluster.run_storage import storage_folder
-from trainers.cluster.seating import Seating, resources, traffic_of
+from trainers.cluster.seating import Seating, traffic_of
 from trainers.folders import Folder
 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
@@ -32,7 +32,6 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": 
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Return the environment of a recipe's workers."""
     # With GPUs, large blocks of the host are copies for checkpoints, which should go back to the kernel.
     return dict(nccl.ENVIRONMENT if recipe.cluster.gpu else _ALLOCATOR)
 
@@ -61,9 +60,9 @@ def release(actor: ActorHandle) -> None:
     """Give what an actor has reserved back to the cluster. Ray does so only when the job ends, too."""
     accessor = ray._private.state.state._connect_and_get_accessor()
     for row in accessor.get_placement_group_table():
-        found = PlacementGroupTableData.FromString(row)
-        if found.creator_actor_id == actor._actor_id.binary():
-            remove_placement_group(PlacementGroup(PlacementGroupID(found.placement_group_id)))
+        group = PlacementGroupTableData.FromString(row)
+        if group.creator_actor_id == actor._actor_id.binary():
+            remove_placement_group(PlacementGroup(PlacementGroupID(group.placement_group_id)))
 
 
 def on_workers(
@@ -73,12 +72,9 @@ def on_workers(
 
     Args:
         loop: the function. It gets a dict with `config` and the recipe, which `worker` reads.
-        name: name of the task, for the folder that Ray uses meanwhile.
+        name: the name of the folder that Ray uses meanwhile.
         told: what to say on standard error when the workers start.
         by_node: whether ranks are numbered node by node, instead of by the traffic of the recipe.
-
-    Raises:
-        UserError: the recipe cannot run here.
     """
     storage, folder = storage_folder(recipe), f"{name}-{secrets.token_hex(4)}"
     connect(recipe, crowded=True)

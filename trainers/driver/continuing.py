@@ -19,8 +19,8 @@ from trainers.checkpoints.stored import Progress, Stored
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import PackedData
 from trainers.driver.resuming import Beginning, check_model
-from trainers.driver.stored_recipe import MOST_RECIPE, RECIPE
 from trainers.folders import DamagedFile
+from trainers.sinks.run_folder import MOST_RECIPE, RECIPE
 
 _RULES: dict[str, Literal["kept", "told", "free"]] = {
     "model": "kept", "model.preset": "free", "model.init_std": "free", "model.mtp_weight": "told",
@@ -55,10 +55,6 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
     """Refuse a checkpoint that workers cannot continue from with this recipe, and tell what has changed.
 
     A new run may have other data (`Beginning.anew`).
-
-    Raises:
-        UserError: the checkpoint has another model, or no state for this optimizer; or it is to go on with its own data in
-            another order; or a run is to go on with other data, or with other values of what it has to keep.
     """
     before, anew = _recipe_before(begin), not _has_data(begin, stored.progress, data)
     if anew and begin.field == "resume":
@@ -73,29 +69,33 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
     if begin.field == "from" and not anew and stored.progress.step >= last:
         field = "stop_after" if recipe.training.stop_after else "steps"
         raise UserError(f"training.{field}", last, f"the checkpoint has {stored.progress.step} finished steps already")
-    found = list(changes(recipe, before)) if before else []
-    for change in found if begin.field == "resume" else ():
+    changed = list(changes(recipe, before)) if before else []
+    for change in changed if begin.field == "resume" else ():
         if _rule(change.key) == "kept":
             rule = f"{begin.named} was trained with another value; keep it, or start a new run: --from {begin.folder.name}"
             raise UserError(change.key, change.now, rule, ["null" if change.before is None else change.before])
     if anew:
         what = f"the weights and the optimizer's state of step {stored.progress.step}"
         _log.warning("%s: this run has other data, so it takes %s, and begins at step 0", begin.named, what)
-    if found:
-        _log.warning("%s: training goes on with other values: %s", begin.named, ", ".join(map(str, found)))
+    if changed:
+        _log.warning("%s: training goes on with other values: %s", begin.named, ", ".join(map(str, changed)))
     return replace(begin, anew=anew)
 
 
 def changes(recipe: Recipe, before: Mapping[str, Any]) -> Iterator[Change]:
     """Return the keys that matter to a training that goes on, and whose values differ.
 
-    Args:
-        before: the recipe of before, as it was written. No module that it names is imported. A key that it lacks, because an
-            earlier version wrote it, has its default.
+    The recipe of before is as it was written. No module that it names is imported. A key that it lacks, because an earlier
+    version wrote it, has its default.
     """
     defaults = {**_defaults(Recipe), "model": _defaults(ModelSpec)}
-    found = _differing(recipe.model_dump(mode="json"), before, defaults, "")
-    return (change for change in found if _rule(change.key) != "free")
+    differing = _differing(recipe.model_dump(mode="json"), before, defaults, "")
+    return (change for change in differing if _rule(change.key) != "free")
+
+
+def _defaults(section: Any) -> dict[str, Any]:
+    """Return the keys of a section that have defaults, with these."""
+    return section.model_construct().model_dump(mode="json")
 
 
 def _has_data(begin: Beginning, progress: Progress, data: PackedData | Mixture) -> bool:
@@ -117,11 +117,6 @@ def _has_data(begin: Beginning, progress: Progress, data: PackedData | Mixture) 
     return (earlier.hashed() if earlier else progress.content) == data.hashed()
 
 
-def _defaults(section: Any) -> dict[str, Any]:
-    """Return the keys of a section that have defaults, with these."""
-    return section.model_construct().model_dump(mode="json")
-
-
 def _differing(now: Any, before: Any, default: Any, key: str) -> Iterator[Change]:
     if not (isinstance(now, dict) and isinstance(before, dict)):
         if now != before:
@@ -133,7 +128,6 @@ def _differing(now: Any, before: Any, default: Any, key: str) -> Iterator[Change
 
 
 def _rule(key: str) -> str:
-    """Return what becomes of a key with another value."""
     parts = key.split(".")
     return next((_RULES[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in _RULES), "free")
 
@@ -142,8 +136,8 @@ def _recipe_before(begin: Beginning) -> dict[str, Any] | None:
     """Return the recipe beside a checkpoint, as it was written; None, with a warning, if it cannot be read."""
     try:
         text = begin.folder.parent.read(RECIPE, MOST_RECIPE).decode()
-        if isinstance(found := parse_yaml("recipe", RECIPE, text), dict):
-            return found
+        if isinstance(recipe := parse_yaml("recipe", RECIPE, text), dict):
+            return recipe
         what = "it is no mapping of sections"
     except (DamagedFile, UserError, OSError, ValueError, pyarrow.ArrowException) as error:
         what = str(error)
@@ -158,11 +152,11 @@ def _check_order(begin: Beginning, stored: Stored, recipe: Recipe, before: Mappi
     """
     training = (before or {}).get("training")
     for key in ("seed", "global_batch"):
-        known = getattr(stored.progress, key)
-        if known is None and isinstance(training, dict):
-            known = training.get(key)
-        if known is not None and known != (now := getattr(recipe.training, key)):
-            raise UserError(f"training.{key}", now, f"{begin.named} takes its text in another order; keep its value", [known])
+        earlier = getattr(stored.progress, key)
+        if earlier is None and isinstance(training, dict):
+            earlier = training.get(key)
+        if earlier is not None and earlier != (now := getattr(recipe.training, key)):
+            raise UserError(f"training.{key}", now, f"{begin.named} takes its text in another order; keep its value", [earlier])
 
 
 def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:

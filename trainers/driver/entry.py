@@ -35,10 +35,6 @@ def train(
         resume: id of a run to continue; `NEWEST` continues the recipe's newest run in its storage, or starts a new one.
         start: folder of a checkpoint to start a new run from.
         as_json: print a JSON document on standard output instead of the closing table.
-        search: makes the search for `schedule.sp_bytes: auto` and `schedule.degrees`.
-
-    Raises:
-        UserError: the recipe cannot run here. No file has been written.
     """
     console = Console(as_json)
     if resume == NEWEST:

@@ -41,12 +41,7 @@ _INSTEAD = {
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of `TorchTrainer` that would have no effect, and those that it does not have.
-
-    Raises:
-        UserError: the message says what to give instead.
-        TypeError: `TorchTrainer` has no such argument either.
-    """
+    """Refuse arguments of `TorchTrainer` that would have no effect, and those that it does not have."""
     for name, value in given.items():
         if name not in _INSTEAD:
             raise TypeError(f"FoldTrainer.__init__() got an unexpected keyword argument {name!r}")
@@ -55,11 +50,7 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
 
 
 def scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
-    """Return the recipe with the workers of Ray's configuration.
-
-    Raises:
-        UserError: the recipe cannot have these workers.
-    """
+    """Return the recipe with the workers of Ray's configuration."""
     if scaling.use_tpu:
         raise UserError("scaling_config.use_tpu", True, "foldray trains on CPUs and GPUs", [False])
     fewest = None if isinstance(scaling.num_workers, int) else scaling.min_workers
@@ -83,36 +74,30 @@ def scaled(recipe: Recipe, scaling: ScalingConfig) -> Recipe:
 
 def with_storage(recipe: Recipe, run: RunConfig | None) -> Recipe:
     """Return the recipe with the storage of Ray's configuration, if that names one and no filesystem of its own."""
-    if run is None or run.storage_path == DEFAULT_STORAGE_PATH or _files(run) is not None:
+    if run is None or run.storage_path == DEFAULT_STORAGE_PATH or _filesystem(run) is not None:
         return recipe
     return recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"storage": str(run.storage_path)})})
 
 
-def _files(run: RunConfig) -> FileSystem | None:
+def _filesystem(run: RunConfig) -> FileSystem | None:
     """Return the filesystem of a configuration; None for that of its path."""
     return None if isinstance(run.storage_filesystem, LocalFileSystem) else run.storage_filesystem
 
 
 def merged_scaling(recipe: Recipe, base: ScalingConfig | None) -> ScalingConfig:
     """Return the user's configuration of workers, with what it leaves open as in the recipe."""
-    own = workers.scaling(recipe)
+    needed = workers.scaling(recipe)
     if base is None:
-        return own
-    resources = {**own.resources_per_worker, **(base.resources_per_worker or {})}
-    labels = own.label_selector if base.label_selector is None else base.label_selector
+        return needed
+    resources = {**needed.resources_per_worker, **(base.resources_per_worker or {})}
+    labels = needed.label_selector if base.label_selector is None else base.label_selector
     return dataclasses.replace(base, resources_per_worker=resources, label_selector=labels)
 
 
 def check_places(scaling: ScalingConfig, count: int) -> None:
     """Check that nodes have the labels and the resources of workers, apart from CPUs and GPUs (`joining.check_room`).
 
-    Otherwise Ray would wait for such nodes.
-
-    Args:
-        count: the fewest workers that training goes on with.
-
-    Raises:
-        UserError: too few workers would find a place.
+    Otherwise Ray would wait for such nodes. `count` is the fewest workers that training goes on with.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     needs = scaling.additional_resources_per_worker
@@ -123,25 +108,25 @@ def check_places(scaling: ScalingConfig, count: int) -> None:
             field, value = "resources_per_worker", f"{name}: {amount:g}"
             if name.startswith(kind):
                 field, value = "accelerator_type", name.removeprefix(kind)
-            there = sorted({each.removeprefix(kind) for node in nodes for each in node["Resources"] if each.startswith(kind)})
+            kinds = sorted({name.removeprefix(kind) for node in nodes for name in node["Resources"] if name.startswith(kind)})
             rule = f"the cluster has room for {room} such workers, and {count} are wanted"
-            raise UserError(f"scaling_config.{field}", value, rule, there if field == "accelerator_type" else None)
+            raise UserError(f"scaling_config.{field}", value, rule, kinds if field == "accelerator_type" else None)
     labels = scaling._label_selector_per_worker(count) or []
-    for chosen, wanted in Counter(tuple(sorted(each.items())) for each in labels).items():
+    for chosen, wanted in Counter(tuple(sorted(selector.items())) for selector in labels).items():
         able = [node for node in nodes if all(_matches(node.get("Labels", {}).get(key), rule) for key, rule in chosen)]
         room = sum(int(node["Resources"].get("CPU", 0) // scaling.num_cpus_per_worker) for node in able)
         if room < wanted:
-            told = ", ".join(f"{key}={rule}" for key, rule in chosen)
+            selector = ", ".join(f"{key}={rule}" for key, rule in chosen)
             rule = f"{len(able)} node(s) have these labels, with room for {room} of {wanted} workers"
-            raise UserError("scaling_config.label_selector", told, rule)
+            raise UserError("scaling_config.label_selector", selector, rule)
 
 
 def _matches(label: str | None, rule: str) -> bool:
     """Whether a node's label is as one of Ray's selectors wants it: `a`, `!a`, `in(a, b)` or `!in(a, b)`."""
     wanted, refuses = rule.removeprefix("!"), rule.startswith("!")
     among = _ONE_OF.fullmatch(wanted)
-    known = {word.strip() for word in among.group(1).split(",")} if among else {wanted}
-    return (label in known) != refuses
+    labels = {word.strip() for word in among.group(1).split(",")} if among else {wanted}
+    return (label in labels) != refuses
 
 
 def check_backend(recipe: Recipe, config: TorchConfig | None) -> None:
@@ -158,13 +143,9 @@ def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None, world
     """Return Ray's configuration of a run, with what the user leaves open as in the recipe.
 
     Ray fills what a `RunConfig` does not name. So a value that equals Ray's default counts as not given.
-
-    Raises:
-        UserError: the storage cannot be written to, there is no run to resume, or checkpoints would be scored by an unknown
-            metric.
     """
     base = base or RunConfig()
-    files = _files(base)
+    files = _filesystem(base)
     storage = _storage(recipe, base, files)
     given = None if base.name.startswith(_RAYS_NAME) else base.name
     name = resume or given or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -181,7 +162,7 @@ def merged_run(recipe: Recipe, base: RunConfig | None, resume: str | None, world
         failure_config=_failures(recipe, base.failure_config),
         checkpoint_config=_checkpoints(recipe, base.checkpoint_config),
         worker_runtime_env=environment,
-        callbacks=[*(base.callbacks or []), Seating({world: traffic_of(each) for world, each in worlds.items()})],
+        callbacks=[*(base.callbacks or []), Seating({world: traffic_of(smaller) for world, smaller in worlds.items()})],
     )
 
 
@@ -205,11 +186,6 @@ def _failures(recipe: Recipe, given: FailureConfig) -> FailureConfig:
 
 
 def _checkpoints(recipe: Recipe, given: CheckpointConfig) -> CheckpointConfig:
-    """Return how checkpoints are kept.
-
-    Raises:
-        UserError: the metric that scores checkpoints is not reported with each of them.
-    """
     field, metric = "run_config.checkpoint_config.checkpoint_score_attribute", given.checkpoint_score_attribute
     if metric is not None and metric not in (names := reported_names(recipe)):
         raise UserError(field, metric, "is not a metric of a checkpoint", names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,8 @@ class Beginning:
     """The checkpoint that a training starts from.
 
     Args:
-        field: the command-line option or argument that names the checkpoint: resume names its run, all others the checkpoint.
-        value: the value of this option.
-        folder: the folder of the checkpoint.
-        stored: what is in it, if it has passed the checks of `look`.
+        field, value: the command-line option or argument that names it: resume names its run, all others the checkpoint.
+        stored: what is in the folder, if it has passed the checks of `look`.
         anew: whether only weights and optimizer are taken from it. Steps and data then begin at their start.
     """
 
@@ -48,11 +46,7 @@ class Beginning:
 
     @classmethod
     def at(cls, path: str, filesystem: FileSystem | None = None) -> Beginning:
-        """Return the checkpoint in a folder, by the folder's path or URI, or by its path in a filesystem.
-
-        Raises:
-            UserError: the storage of the URI cannot be reached.
-        """
+        """Return the checkpoint in a folder, by the folder's path or URI, or by its path in a filesystem."""
         try:
             named = path if filesystem or "://" in path else str(Path(path).expanduser().absolute())
             return cls("from", path, Folder(named, filesystem))
@@ -63,22 +57,16 @@ class Beginning:
     def newest(cls, run: Folder, without: Collection[str] = ()) -> Beginning | None:
         """Return the newest undamaged checkpoint of a run; None if no checkpoint of the run was ever complete.
 
-        A checkpoint that is skipped is told of in a warning.
-
-        Args:
-            without: names of checkpoints that are known to be damaged.
-
-        Raises:
-            UserError: all checkpoints of the run are damaged, or they cannot be reached.
+        Those in `without` are known to be damaged. A checkpoint that is skipped is told of in a warning.
         """
-        skipped, known = list[str](), set[str]()
+        skipped, listed = list[str](), set[str]()
         try:
             try:
-                known = reported.listed(run)
+                listed = reported.listed(run)
             except DamagedFile as error:
                 skipped.append(str(error))
-            was_complete = bool(known or skipped)  # a damaged list had entries
-            for name in sorted({*known, *reported.steps(run)} - {*without}, key=reported.step_of, reverse=True):
+            was_complete = bool(listed or skipped)  # a damaged list had entries
+            for name in sorted({*listed, *reported.steps(run)} - {*without}, key=reported.step_of, reverse=True):
                 try:
                     stored, _ = _check(run / name)
                 except DamagedFile as error:
@@ -95,11 +83,7 @@ class Beginning:
         return None
 
     def look(self) -> Stored:
-        """Return the checkpoint after all checks that take at most a second.
-
-        Raises:
-            UserError: the folder holds no checkpoint, or a damaged one. The message names an earlier checkpoint of the run.
-        """
+        """Return the checkpoint after all checks that take at most a second."""
         if self.stored:
             return self.stored
         try:
@@ -128,16 +112,12 @@ class Beginning:
     def refused(self, file: str, what: str) -> UserError:
         """Return an error that names the damage of this checkpoint, and an earlier undamaged checkpoint of the run."""
         subject = f"its checkpoint {self.folder.last} " if self.field == "resume" else ""
-        rule = f"{subject}is damaged: {file} {what}; {offer(self.folder.parent, self.folder.last)}"
+        rule = f"{subject}is damaged: {file} {what}; {_earlier(self.folder.parent, self.folder.last)}"
         return UserError(self.field, self.value, rule)
 
 
 def list_checkpoints(run: Folder, begin: Beginning | None) -> None:
-    """Make Ray's list of a run's checkpoints end with the one that the next attempt begins with.
-
-    Raises:
-        UserError: the storage does not take the list.
-    """
+    """Make Ray's list of a run's checkpoints end with the one that the next attempt begins with."""
     try:
         names = [name for name in reported.steps(run) if begin and reported.step_of(name) <= reported.step_of(begin.folder.last)]
         if names or reported.LIST in (run.names() or ()):
@@ -146,29 +126,24 @@ def list_checkpoints(run: Folder, begin: Beginning | None) -> None:
         raise UserError("cluster.storage", run.name, f"does not take the list of checkpoints ({error})") from None
 
 
-def offer(run: Folder, damaged: str | None = None) -> str:
-    """Name the newest undamaged checkpoint of a run, with the command that continues from it.
-
-    Args:
-        damaged: name of a damaged checkpoint; only earlier ones are checked. None checks all.
-    """
-    for folder in _earlier(run, damaged):
+def _earlier(run: Folder, damaged: str) -> str:
+    """Name the newest undamaged checkpoint of a run before a damaged one, with the command that continues from it."""
+    try:
+        names = [name for name in reported.steps(run) if reported.step_of(name) < reported.step_of(damaged)]
+    except _UNREACHED:
+        names = []
+    for name in names:
         try:
-            _, hashes_match = _check(folder)
+            _, hashes_match = _check(run / name)
         except (DamagedFile, *_UNREACHED):
             continue
-        before = " before it" if damaged else ""
-        name = f"the newest undamaged one{before}" if hashes_match else f"the newest one{before} with all its files"
-        return f"{name}: foldray train RECIPE --from {shlex.quote(folder.name)}"
-    return f"the run has no {'earlier ' if damaged else ''}undamaged checkpoint"
+        which = "the newest undamaged one before it" if hashes_match else "the newest one before it with all its files"
+        return f"{which}: foldray train RECIPE --from {shlex.quote((run / name).name)}"
+    return "the run has no earlier undamaged checkpoint"
 
 
 def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
-    """Refuse a checkpoint of another model than the recipe's. No tensor is made, which might take all memory.
-
-    Raises:
-        UserError: a parameter is missing, there is one too many, or one has another shape.
-    """
+    """Refuse a checkpoint of another model than the recipe's. No tensor is made, which might take all memory."""
     tensors = stored.contents.tensors
     theirs = {name.removeprefix("model/"): tuple(tensor.size) for name, tensor in tensors.items() if name.startswith("model/")}
     ours = {row.name: row.shape for row in parameter_table(recipe.model)}
@@ -189,27 +164,12 @@ def _check(folder: Folder) -> tuple[Stored, bool]:
     return stored, is_small and stored.hashed
 
 
-def _earlier(run: Folder, damaged: str | None) -> Iterator[Folder]:
-    """Yield the checkpoints of a run before a damaged one, or all of them; the newest comes first."""
-    try:
-        names = reported.steps(run)
-    except _UNREACHED:
-        return
-    for name in names:
-        if damaged is None or reported.step_of(name) < reported.step_of(damaged):
-            yield run / name
-
-
 def _size(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "×".join(map(str, shape))
 
 
 def newest_run(recipe: Recipe) -> str | None:
-    """Return the id of the recipe's newest run in its storage; None if it has none.
-
-    Raises:
-        UserError: the storage cannot be written to or read.
-    """
+    """Return the id of the recipe's newest run in its storage; None if it has none."""
     storage = storage_folder(recipe)
     try:
         place = Folder(storage)

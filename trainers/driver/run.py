@@ -32,31 +32,24 @@ _SURE = 2  # looks at a cluster that has room
 _LOOK_S = 10.0  # between two looks at what all ranks do
 _VAIN_S = 600.0  # between two tries to grow, if no more workers have started
 _SILENT_S, _SILENT_STEPS = 60.0, 30.0
-"""For so many seconds, or times the longest of the newest steps, a rank may show no sign of life while others do."""
+"""A rank may show no sign of life for so many seconds, or for so many times the longest of the newest steps."""
 
 
 class Run:
     """A context around the training. Workers send records to `queue`. At the end of the context, `summary` has the results.
 
     Attributes:
-        watch: the signs of life of the ranks.
         stopped: whether the workers have stopped because they were asked to.
         grows: whether they were asked to because the cluster has room for more of them.
         asked: whether they were asked to because the user has asked for it. This holds for all further attempts.
 
     Args:
-        recipe: the recipe of the training.
-        name: the run's id, which is also the name of its folder.
-        root: local folder of runs.
+        name: the run's id, which is also the name of its folder in `root`.
         data: data for the baselines; conversations have none.
-        console: shows the progress; None shows nothing.
-        start: the checkpoint that the run starts from; None for a run without one.
+        start: the checkpoint that the run starts from.
         worlds: numbers of workers that training may take.
         need: the resources of each; only several numbers of workers need them.
         end: ends the attempt.
-
-    Raises:
-        UserError: a file of the earlier run cannot be read, or the tracking server does not answer or refuses a request.
     """
 
     def __init__(
@@ -71,11 +64,11 @@ class Run:
         need: Mapping[str, float] | None = None,
         end: Callable[[], None] = lambda: None,
     ):
-        found, length = baselines(data, recipe.training.eval_sequences)
+        bits_per_byte, length = baselines(data, recipe.training.eval_sequences)
         # These two may raise a UserError. They come first, so that an error leaves no folder behind.
         history = read_history(root / name, metrics=metrics_of(recipe))
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
-        bits = {} if found is None else found._asdict()
+        bits = {} if bits_per_byte is None else bits_per_byte._asdict()
         try:
             self.folder = RunFolder(root / name, recipe, bits, length, history, start, counts_by_source(data))
             self.folder.tracked_by(self.tracker.uri, self.tracker.run_id, self.tracker.view_command())
@@ -126,8 +119,8 @@ class Run:
                     "over_others": pace.over_others or 0.0, "goes_on": pace.is_slow, "time": time.time(),
                 })  # fmt: skip
         self.folder.write_ranks(self.watch.beats, paces)
-        if self._ended is None and self.watch.silent(self._patience()):
-            self._ended = self.watch.standstill()
+        if self._ended is None and (silent := self.watch.silent(self._patience())):
+            self._ended = self.watch.standstill(silent)
             self._end_attempt()
         trains = self.watch.beats.keys() == places.keys() and all(beat["trained_s"] for beat in self.watch.beats.values())
         if len(self._worlds) > 1 and trains and not self.grows:
@@ -160,7 +153,6 @@ class Run:
         self.grows, self.stopped, self._sees_room, self._ended = False, False, 0, None
 
     def failure(self, error: Exception) -> Failure:
-        """Return why an attempt failed."""
         with self._inbox.delivering:
             return failure_of(error, self.folder.history.places, self.watch, self._recipe.cluster.timeout, self._ended)
 
@@ -195,7 +187,6 @@ class Run:
             self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Write how the run has ended."""
         if self._abandoned:
             return
         killed = self.stopped or isinstance(error, KeyboardInterrupt)

@@ -1,4 +1,4 @@
-"""`foldray status`: how a run is doing, read from its folder."""
+"""`foldray status` and `foldray health`: how a run is doing, and how evenly it uses its experts, read from its folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from rich.text import Text
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from trainers.driver.stored_recipe import recipe_of
+from trainers.faults.watch import Pace
 from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
-from trainers.sinks.run_folder import RANKS, read_history, read_run
+from trainers.sinks.run_folder import FAILURE, RANKS, read_history, read_run, recipe_of
+from trainers.telemetry.expert_health import STARVED, Health
 from trainers.telemetry.history import LOAD_WINDOW, History
 
 _FIELD = "RUN"
 _QUIET_S = 120.0  # a run without news for so long, and for many times its step, is not told to be training
-
-
-class _Pace(Checked):
-    busy: float
-    over_others: float | None
-    over_before: float | None
+_WIDTH = 120  # of the table of ranks
+_LONGEST = 2000  # characters of what failed
+_STATUS = {"running": "is training", "silent": "should be training, but is silent", "finished": "has finished"}
+_RANKS_LEGEND = """\
+works: share of a rank's time without waiting for others; over others, over before: this over theirs, and over its own past
+!: the others wait for this rank"""
+_EXPERTS_LEGEND = f"""\
+fullest expert, rank: load over the mean load; 1 is even, and a step waits for the fullest (mean of the steps)
+entropy: of the load, over ln(experts); 1 is even, 0 is one expert for all (mean of the steps)
+dead: experts without a token in these steps; starved: those with less than {STARVED:.0%} of the even share, dead ones included"""
 
 
 class _Rank(Checked):
@@ -38,7 +43,7 @@ class _Rank(Checked):
     still_s: float
     node_ip: str
     pid: int
-    pace: _Pace | None
+    pace: Pace | None
 
 
 class _Ranks(Checked):
@@ -50,44 +55,29 @@ class _Ranks(Checked):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run is doing.
+    """How run `name` is doing: the status that its `run.json` tells, and what its ranks did when they last showed a sign of life.
 
-    Args:
-        name: the run's id.
-        recipe: its recipe.
-        history: its records.
-        told: the status in its `run.json`.
-        ranks: what its ranks were doing when they last told; None without a sign of life.
-        now: the present time, in seconds since 1970.
+    `now` is the present time, in seconds since 1970.
     """
 
     name: str
     recipe: Recipe
     history: History
-    told: str
+    status: str
     ranks: _Ranks | None
     now: float
 
     @classmethod
     def at(cls, run: str, trust: bool = False) -> RunStatus:
-        """Read the folder of a run.
-
-        Args:
-            trust: whether to import the modules that its recipe names (`Recipe.stored`).
-
-        Raises:
-            UserError: the folder is not that of a run, or a file of it cannot be read.
-        """
-        path = Path(run).expanduser().absolute()
-        if not (path / "run.json").exists():
-            raise UserError(_FIELD, run, "has no run.json, so it is not the folder of a run on this machine")
+        """Read the folder of a run. With `trust`, import the modules that its recipe names (`Recipe.stored`)."""
+        path = _with_file(run, "run.json")
         try:
             ranks = read_json(Folder(str(path)), RANKS, TypeAdapter(_Ranks)) if (path / RANKS).exists() else None
         except DamagedFile as error:
             raise UserError(_FIELD, run, f"its {error}") from None
-        told = (read_run(path, _FIELD) or {}).get("status", "unknown")
+        status = (read_run(path, _FIELD) or {}).get("status", "unknown")
         recipe = recipe_of(Folder(str(path)), _FIELD, run, trust)
-        return cls(path.name, recipe, read_history(path, _FIELD), told, ranks, time.time())
+        return cls(path.name, recipe, read_history(path, _FIELD), status, ranks, time.time())
 
     def document(self) -> dict[str, Any]:
         """Return the status as a JSON document. Times are in seconds."""
@@ -101,7 +91,7 @@ class RunStatus:
         validation = history.validations[max(history.validations)] if history.validations else None
         return {
             "run": self.name,
-            "status": "silent" if self.told == "running" and is_quiet else self.told,
+            "status": "silent" if self.status == "running" and is_quiet else self.status,
             "silent_s": quiet,
             "step": history.last_step,
             "steps": total,
@@ -112,47 +102,47 @@ class RunStatus:
             "tokens_per_s": tokens_per_s,
             "left_s": None if step_time is None else step_time * max(total - history.last_step, 0),
             "checkpoint": self._checkpoint(),
-            "failures": [{key: failure.get(key) for key in _FAILURE} for failure in history.failures],
-            "ranks": [each.model_dump() for each in self.ranks.ranks] if self.ranks else [],
+            "failures": [{key: failure.get(key) for key in FAILURE} for failure in history.failures],
+            "ranks": [rank.model_dump() for rank in self.ranks.ranks] if self.ranks else [],
             "slow": sorted(history.slow),
         }
 
     def text(self) -> str:
         """Return the status as lines and a table of ranks, for people."""
-        found, out = self.document(), Console(width=max(Console().width, _WIDTH))
-        lines = [f"{self.name}: {_STATUS.get(found['status'], printable(found['status']))}"]
-        if found["status"] == "silent":
-            lines[0] += f"; the last news is {_span(found['silent_s'])} old"
+        status = self.document()
+        lines = [f"{self.name}: {_STATUS.get(status['status'], printable(status['status']))}"]
+        if status["status"] == "silent":
+            lines[0] += f"; the last news is {_span(status['silent_s'])} old"
         speed = ""
-        if found["step_time_s"] is not None:
-            speed = f", {found['step_time_s']:.3g} s a step, {found['tokens_per_s']:,.0f} tokens/s, {_span(found['left_s'])} left"
-        loss = "" if found["loss"] is None else f", loss {found['loss']:.4f}"
-        lines.append(f"step {found['step']} of {found['steps']}{loss}{speed}")
-        if found["skipped_steps"]:
-            lines.append(f"skipped steps, whose gradients were not finite: {found['skipped_steps']}")
-        if found["val_bpb"] is not None:
-            lines.append(f"validation: {found['val_bpb']:.3f} bits per byte")
-        saved = found["checkpoint"]
+        if status["step_time_s"] is not None:
+            step_time, rate, left = f"{status['step_time_s']:.3g}", f"{status['tokens_per_s']:,.0f}", _span(status["left_s"])
+            speed = f", {step_time} s a step, {rate} tokens/s, {left} left"
+        loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+        lines.append(f"step {status['step']} of {status['steps']}{loss}{speed}")
+        if status["skipped_steps"]:
+            lines.append(f"skipped steps, whose gradients were not finite: {status['skipped_steps']}")
+        if status["val_bpb"] is not None:
+            lines.append(f"validation: {status['val_bpb']:.3f} bits per byte")
+        saved = status["checkpoint"]
         lines.append(f"last checkpoint: step {saved['step']}, {_span(saved['age_s'])} ago" if saved else "no checkpoint yet")
-        for failure in found["failures"]:
+        for failure in status["failures"]:
             after = f"went on from step {failure['saved']}" if failure["goes_on"] else "gave up"
             lines.append(f"failed after step {failure['step']}: {printable(failure['what'], _LONGEST)}; foldray {after}")
-        if found["ranks"] and found["status"] in ("running", "silent"):
-            with out.capture() as captured:
-                out.print(self._table(found))
-            lines += ["", *(line.rstrip() for line in captured.get().splitlines()), "", _LEGEND]
+        if status["ranks"] and status["status"] in ("running", "silent"):
+            table = self._table(status["ranks"], status["slow"])
+            lines += ["", *_lines(table, Console(width=max(Console().width, _WIDTH))), "", _RANKS_LEGEND]
         return "\n".join(lines)
 
-    def _table(self, found: dict[str, Any]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("rank", "node", "works", "over others", "over before", "does", "waits for"):
-            table.add_column(name, justify="left" if name in ("node", "does", "waits for") else "right", no_wrap=True)
-        for each in found["ranks"]:
-            pace = each["pace"] or {}
+    def _table(self, ranks: list[dict[str, Any]], slow: list[int]) -> Table:
+        table = _empty_table("rank", "node", "works", "over others", "over before", "does", "waits for")
+        for column in (table.columns[1], *table.columns[5:]):
+            column.justify = "left"
+        for rank in ranks:
+            pace = rank["pace"] or {}
             works = f"{pace['busy']:.0%}" if pace else "–"
             ratios = (f"{pace[key]:.2f}" if pace.get(key) is not None else "–" for key in ("over_others", "over_before"))
-            name = f"{each['rank']}{' !' if each['rank'] in found['slow'] else ''}"
-            texts = (each["node_ip"], works, *ratios, each["doing"], ", ".join(each["waits"]) or "nothing")
+            name = f"{rank['rank']}{' !' if rank['rank'] in slow else ''}"
+            texts = (rank["node_ip"], works, *ratios, rank["doing"], ", ".join(rank["waits"]) or "nothing")
             table.add_row(name, *(Text(printable(text)) for text in texts))
         return table
 
@@ -170,13 +160,94 @@ class RunStatus:
         return max((time for time in times if time is not None), default=None)
 
 
-_WIDTH = 120  # of the table of ranks
-_LONGEST = 2000  # characters of what failed
-_FAILURE = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
-_STATUS = {"running": "is training", "silent": "should be training, but is silent", "finished": "has finished"}
-_LEGEND = """\
-works: share of a rank's time without waiting for others; over others, over before: this over theirs, and over its own past
-!: the others wait for this rank"""
+@dataclass(frozen=True)
+class RunHealth:
+    """The balance of a run's experts in its newest `steps`, at most `history.LOAD_WINDOW`. `name` is the run's id."""
+
+    name: str
+    history: History
+    recipe: Recipe
+    health: Health
+    steps: range
+
+    @classmethod
+    def at(cls, run: str, trust: bool = False) -> RunHealth:
+        """Read the folder of a run, which may still train. Loads of experts are in the records of all versions of foldray.
+
+        With `trust`, import the modules that its recipe names (`Recipe.stored`).
+        """
+        path = _with_file(run, "metrics.jsonl")
+        recipe, history = recipe_of(Folder(str(path)), _FIELD, run, trust), read_history(path, _FIELD)
+        load, steps = history.load, history.newest
+        if load is None or steps is None:
+            raise UserError(_FIELD, run, "has no loads of experts: it has finished no step, or its model has no MoE layer")
+        shape = (len(recipe.model.moe_layers), recipe.model.experts)
+        if load.shape != shape:
+            sizes = " and ".join(f"{layers} MoE layers of {experts} experts" for layers, experts in (load.shape, shape))
+            raise UserError(_FIELD, run, f"has a metrics.jsonl and a recipe.yaml of different models: {sizes}")
+        health = history.health(recipe.placed_fold.ep)
+        assert health is not None, "the history has loads"
+        return cls(path.name, history, recipe, health, steps)
+
+    def draw(self, path: Path) -> None:
+        """Draw the page of pictures into a PNG."""
+        from trainers.pictures.health import draw_health
+
+        draw_health(self.history, path, self.name, self.recipe.model.moe_layers)
+
+    def document(self) -> dict[str, Any]:
+        """Return the table as a JSON document: measures as in the records of steps, by layer and in the worst layer."""
+        measures, health = self.health.by_layer(), self.health
+        return {
+            "run": self.name,
+            "steps": [self.steps[0], self.steps[-1]],
+            "experts": self.recipe.model.experts,
+            "ep": self.recipe.placed_fold.ep,
+            "layers": [
+                {"layer": layer, **{name: values[at] for name, values in measures.items()}}  # type: ignore[index]
+                for at, layer in enumerate(self.recipe.model.moe_layers)
+            ],
+            "worst": {
+                "max_over_mean": float(health.max_over_mean.max()),
+                "rank_max_over_mean": float(health.rank_max_over_mean.max()),
+                "entropy": float(health.entropy.min()),
+                "dead": int(health.dead.max()),
+                "starved": int(health.starved.max()),
+            },
+        }
+
+    def text(self) -> str:
+        """Return the table, with a row for each layer and one for the worst value of each column, and what they mean."""
+        balance = self.document()
+        first, last = balance["steps"]
+        ep, experts = balance["ep"], balance["experts"]
+        head = f"{self.name}, steps {first}–{last}: {experts} experts in each MoE layer, {experts // ep} on each of {ep} ranks"
+        table = _empty_table("layer", "fullest expert", "fullest rank", "entropy", "dead", "starved")
+        for row in [*balance["layers"], {"layer": "worst", **balance["worst"]}]:
+            ratios = f"{row['max_over_mean']:.2f}", f"{row['rank_max_over_mean']:.2f}", f"{row['entropy']:.4f}"
+            table.add_row(str(row["layer"]), *ratios, str(row["dead"]), str(row["starved"]))
+        return "\n".join([head, "", *_lines(table, Console()), "", _EXPERTS_LEGEND])
+
+
+def _with_file(run: str, file: str) -> Path:
+    """Return the folder of a run on this machine, which has at least this file."""
+    path = Path(run).expanduser().absolute()
+    if not (path / file).exists():
+        raise UserError(_FIELD, run, f"has no {file}, so it is not the folder of a run on this machine")
+    return path
+
+
+def _empty_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _lines(table: Table, console: Console) -> list[str]:
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def _span(seconds: float) -> str:

@@ -32,19 +32,10 @@ from trainers.data.mixture import Mixture
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.data.unfit import unfit_summary
+from trainers.driver import ray_configs
 from trainers.driver.continuing import check_resumable
-from trainers.driver.ray_configs import (
-    check_backend,
-    check_places,
-    merged_run,
-    merged_scaling,
-    refuse_arguments,
-    scaled,
-    with_storage,
-)
 from trainers.driver.resuming import Beginning, list_checkpoints
 from trainers.driver.run import Run
-from trainers.driver.stored_recipe import recipe_of
 from trainers.faults import guardian
 from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.faults.causes import told_first
@@ -53,7 +44,7 @@ from trainers.faults.stopping import Stopping
 from trainers.folders import Folder
 from trainers.hugging_face.weights import Weights
 from trainers.sinks.mlflow_server import begin_import, check_reachable
-from trainers.sinks.run_folder import as_yaml, read_run
+from trainers.sinks.run_folder import RECIPE, as_yaml, read_run, recipe_of
 from trainers.sinks.terminal import Console
 from trainers.telemetry.metrics import metrics_of
 from trainers.worker.engines import check_packages
@@ -113,10 +104,12 @@ class FoldTrainer(TorchTrainer):
         console: Console | None = None,
         **others: Any,
     ):
-        refuse_arguments(others)
+        ray_configs.refuse_arguments(others)
         check_trains(recipe)
         metrics_of(recipe)  # refuses what is no metric
-        self.recipe = with_storage(recipe if scaling_config is None else scaled(recipe, scaling_config), run_config)
+        self.recipe = ray_configs.with_storage(
+            recipe if scaling_config is None else ray_configs.scaled(recipe, scaling_config), run_config
+        )
         self.worlds = worlds(self.recipe)
         if resume is not None and start is not None:
             raise UserError("from", start, f"starts a new run, but resume={resume} continues an old one; give only one")
@@ -132,7 +125,7 @@ class FoldTrainer(TorchTrainer):
         self.stopped: int | None = None
         self._controller: Any = None
         self._lease: Lease
-        check_backend(self.recipe, torch_config)
+        ray_configs.check_backend(self.recipe, torch_config)
         if datasets:
             check_datasets(datasets, self.recipe.data)
         self._documents = dict(datasets or {})  # not `datasets`, which Ray would split over the workers
@@ -140,8 +133,8 @@ class FoldTrainer(TorchTrainer):
             train_on_worker,
             train_loop_config={},
             torch_config=torch_config or TorchConfig(timeout_s=math.ceil(self.recipe.cluster.timeout)),
-            scaling_config=merged_scaling(self.recipe, scaling_config),
-            run_config=merged_run(self.recipe, run_config, resume, self.worlds),
+            scaling_config=ray_configs.merged_scaling(self.recipe, scaling_config),
+            run_config=ray_configs.merged_run(self.recipe, run_config, resume, self.worlds),
         )
 
     @classmethod
@@ -193,31 +186,27 @@ class FoldTrainer(TorchTrainer):
         if slow := slow_on_gpu(self.recipe):
             _log.warning(slow)
         field = "run" if self.resume is None else "resume"
-        say = self.console.say if self.console else logging.getLogger(__name__).warning
+        say = self.console.say if self.console else _log.warning
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
             if self.resume is not None:  # a run that is there already has something to lose
                 self._lease.take()
-            return self._begin_and_fit()
-
-    def _begin_and_fit(self) -> Result:
-        """Look at what training starts from, join or start Ray, and train."""
-        begin = self._begin()
-        stored = begin.look() if begin else None
-        if begin is None and self.recipe.training.weights is not None:
-            Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
-        check_reachable(self.recipe)  # before the data are prepared, which may take hours
-        begin_import(self.recipe)
-        self.run = None
-        joining.connect(self.recipe)
-        with Stopping(self._ask_to_stop) as stopping:  # Ray has replaced the handlers of before
-            try:
-                return self._fit(begin, stored)
-            finally:
-                self.stopped = stopping.signal
+            begin = self._begin()
+            stored = begin.look() if begin else None
+            if begin is None and self.recipe.training.weights is not None:
+                Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
+            check_reachable(self.recipe)  # before the data are prepared, which may take hours
+            begin_import(self.recipe)
+            self.run = None
+            joining.connect(self.recipe)
+            with Stopping(self._ask_to_stop) as stopping:  # Ray has replaced the handlers of before
+                try:
+                    return self._fit(begin, stored)
+                finally:
+                    self.stopped = stopping.signal
 
     def _fit(self, begin: Beginning | None, stored: Stored | None) -> Result:
         joining.check_room(self.worlds[min(self.worlds)])
-        check_places(self.scaling_config, min(self.worlds))
+        ray_configs.check_places(self.scaling_config, min(self.worlds))
         data = self._prepare()
         if begin and stored:
             begin = check_resumable(begin, stored, self.recipe, data)
@@ -231,7 +220,8 @@ class FoldTrainer(TorchTrainer):
             config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue, "holder": guardian.holder()}
             anew = begin is not None and begin.anew
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint, "anew": anew}
-            self._send_recipe()
+            if self._is_elsewhere:  # whoever loads a checkpoint finds the recipe beside it
+                self._folder.write(RECIPE, as_yaml(self.recipe).encode())
             return self._persist(self.run, begin)
 
     def _ask_to_stop(self) -> bool:
@@ -245,14 +235,9 @@ class FoldTrainer(TorchTrainer):
         return True
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C.
-
-        Raises:
-            GetTimeoutError: Ray does not start the controller's process, for which Ray itself would wait for ever.
-            UserError: another driver has taken the run over meanwhile.
-        """
+        """Keep Ray's handle of its controller. Ray would end the training at the first Ctrl-C."""
         self._controller = controller
-        ray.get(controller.__ray_ready__.remote(), timeout=_START_S)
+        ray.get(controller.__ray_ready__.remote(), timeout=_START_S)  # Ray would wait for ever for its process to start
         self._lease.check()
 
     def _persist(self, run: Run, begin: Beginning | None) -> Result:
@@ -271,13 +256,13 @@ class FoldTrainer(TorchTrainer):
                     continue
                 return outcome
             error, failure = outcome
-            found = self._after(error, begin, damaged)
-            begin = None if isinstance(found, GiveUp) else found
+            next_begin = self._after(error, begin, damaged)
+            begin = None if isinstance(next_begin, GiveUp) else next_begin
             saved = begin.step if begin else 0
             reached = run.folder.history.last_step if failure.after is None else failure.after
             self.attempts.append(Attempt(reached, saved, failure))
             most = self.run_config.failure_config.max_failures
-            decision = found if isinstance(found, GiveUp) else decide(self.attempts, None if most < 0 else most)
+            decision = next_begin if isinstance(next_begin, GiveUp) else decide(self.attempts, None if most < 0 else most)
             if run.asked and isinstance(decision, GoOn):
                 decision = GiveUp("it was asked to stop")
             reason = decision.reason if isinstance(decision, GiveUp) else ""
@@ -305,8 +290,8 @@ class FoldTrainer(TorchTrainer):
                 workers.release(self._controller)  # nobody else would
             return error, run.failure(error)
         if damaged := result.return_value.get("damaged"):
-            found = DamagedCheckpoint(*damaged)
-            return found, Failure("damaged", str(found))
+            damage = DamagedCheckpoint(*damaged)
+            return damage, Failure("damaged", str(damage))
         run.stopped = bool(result.return_value.get("stopped"))
         return result
 
@@ -335,7 +320,8 @@ class FoldTrainer(TorchTrainer):
 
         It would stay for ever. Its thread notices that the controller is lost, but only its main thread could end it.
         """
-        return [each for each in super()._create_default_callbacks() if not isinstance(each, PlacementGroupCleanerCallback)]
+        callbacks = super()._create_default_callbacks()
+        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
     def _begin(self) -> Beginning | None:
         """Return the checkpoint to start from; None for a run that starts at step 0."""
@@ -356,12 +342,8 @@ class FoldTrainer(TorchTrainer):
     def _after(self, error: Exception, begun: Beginning | None, damaged: set[str]) -> Beginning | GiveUp | None:
         """Return the checkpoint for the next attempt, and add the one that the workers found damaged to `damaged`.
 
-        Returns:
-            None if the run has no checkpoint yet, and so begins anew; the end if it had some, and all are damaged, or if the
-            storage takes no files any more.
-
-        Raises:
-            UserError: the checkpoint that the user named is damaged, and the run has no other.
+        It is None if the run has no checkpoint yet, and so begins anew. It is the end if the run had some, and all are damaged,
+        or if the storage takes no files any more.
         """
         if isinstance(error, DamagedCheckpoint):
             damaged.add(Path(error.path).name)
@@ -417,8 +399,3 @@ class FoldTrainer(TorchTrainer):
     @property
     def _is_elsewhere(self) -> bool:
         return "://" in str(self.run_config.storage_path) or self.run_config.storage_filesystem is not None
-
-    def _send_recipe(self) -> None:
-        """Write the recipe to a storage elsewhere, where whoever loads a checkpoint finds it."""
-        if self._is_elsewhere:
-            self._folder.write("recipe.yaml", as_yaml(self.recipe).encode())

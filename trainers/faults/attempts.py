@@ -30,7 +30,6 @@ class Failure:
     """Why an attempt failed.
 
     Args:
-        kind: the kind of failure.
         what: the failure in one line.
         ranks: the ranks where it happened, as far as known.
         cause: what one cause has in common each time (`causes.identity`). Failures of one kind and cause are equal.
@@ -46,12 +45,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt that failed.
+    """An attempt that failed, after the step that it reached.
 
-    Args:
-        reached: the last step that finished.
-        saved: finished steps in the newest undamaged checkpoint after the failure; 0 if there is none.
-        failure: why it failed.
+    `saved` are the finished steps in the newest undamaged checkpoint after the failure; 0 if there is none.
     """
 
     reached: int
@@ -66,11 +62,7 @@ class GoOn:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the training.
-
-    Args:
-        reason: why no further attempt would help; empty if the failure itself says it.
-    """
+    """End the training. The reason says why no further attempt would help; it is empty if the failure itself says it."""
 
     reason: str = ""
 
@@ -81,11 +73,9 @@ _FREE = ("damaged", "preempted")  # each of them costs a checkpoint or comes fro
 
 
 def decide(attempts: Sequence[Attempt], most: int | None) -> Decision:
-    """Return what follows from the newest of a run's attempts.
+    """Return what follows from the newest of a training's attempts so far, which all have failed.
 
-    Args:
-        attempts: the attempts of this training so far, in order. All have failed.
-        most: how many attempts may fail without a new checkpoint between them; None for any number.
+    At most `most` of them may fail without a new checkpoint between them; None is any number.
     """
     *earlier, last = attempts
     if last.failure.kind == "refused":

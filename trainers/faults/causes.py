@@ -1,10 +1,14 @@
-"""What a failed training tells: the error of a worker inside Ray's errors, first and in one line."""
+"""The error that ends a worker's training: how it travels to the driver, and how the driver finds it in Ray's errors."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import textwrap
 import traceback
+from contextlib import suppress
+from types import FrameType
 
 from ray.exceptions import RayActorError
 from ray.train import TrainingFailedError
@@ -12,7 +16,6 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 
 from foldray.errors import UserError
 from foldray.urls import told_without
-from trainers.faults.ending import AFTER, CAME, Preempted, WorkerError, origin
 
 LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """What Ray tells of a worker whose process has ended, or does not answer."""
@@ -20,9 +23,61 @@ _CONNECTION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo/|ncclRemoteError|ncclSystemError|no route to host|timed? ?out",
     re.IGNORECASE,
 )
-_RAISED = re.compile(r"^raised in (.+)$", re.MULTILINE)
-_CAME = re.compile(rf"^{CAME}(.*)$", re.MULTILINE)
-_AFTER = re.compile(rf"^{AFTER}(\d+)$", re.MULTILINE)
+# What the notes of an exception that has travelled tell, on a line each: the user's line of code, the origin, finished steps.
+_RAISED, _CAME, AFTER = "raised in ", "came from ", "after step "
+_OURS = ("foldray", "trainers", "tuners")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}/")
+
+
+class Preempted(Exception):
+    """The cluster takes nodes back. A checkpoint of the last step is saved."""
+
+
+class WorkerError(RuntimeError):
+    """An exception of a worker that cannot travel. The message begins with its type."""
+
+
+def sendable(error: Exception) -> Exception:
+    """Return an exception that Ray can pass on, with its traceback as a note, because Ray passes on only the exception.
+
+    If an exception's constructor takes other arguments than it hands to `Exception`, no other process can make it again. If it
+    says itself how it is pickled, it loses its notes.
+    """
+    note = "".join(traceback.format_exception(error)) + _place(error) + f"{_CAME}{_origin(error)}\n"
+    error.add_note(note)
+    with suppress(Exception):
+        if hasattr(pickle.loads(pickle.dumps(error)), "__notes__") or isinstance(error, UserError):
+            return error
+    sent = WorkerError(f"{type(error).__name__}: {error}")
+    sent.add_note(note)
+    return sent
+
+
+def _origin(error: BaseException) -> str:
+    """Return the module and the function, outside of libraries, that an exception came from; empty if it was never raised.
+
+    Libraries may fail at another place for the same reason, such as a full GPU.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    frame = next((frame for frame, _ in frames if _is_ours(frame) or _is_users(frame)), frames[0][0] if frames else None)
+    return "" if frame is None else f"{frame.f_globals.get('__name__')}, {frame.f_code.co_qualname}"
+
+
+def _place(error: Exception) -> str:
+    """Return the user's line of code that raised an exception, or an empty text if foldray or a library raised it alone."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if _is_users(frame):
+            return f"{_RAISED}{frame.f_code.co_filename}:{line}, {frame.f_code.co_name}\n"
+    return ""
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in _OURS
+
+
+def _is_users(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not _is_ours(frame) and os.path.isfile(path) and not any(part in path for part in _LIBRARIES)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -34,7 +89,7 @@ def root_cause(error: BaseException) -> BaseException:
     if isinstance(error, UserError):
         return error
     if failures := getattr(error, "worker_failures", None):
-        return root_cause(min(failures.values(), key=_rank))
+        return root_cause(min(failures.values(), key=_precedence))
     inner = getattr(error, "controller_failure", None) or getattr(error, "cause", None) or error.__cause__
     return root_cause(inner) if isinstance(inner, BaseException) else error
 
@@ -47,14 +102,14 @@ def follows(error: BaseException) -> bool:
     return isinstance(error, LOST) or (isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error))))
 
 
-def _rank(error: BaseException) -> tuple[bool, bool, bool]:
-    return not isinstance(error, UserError | Preempted), follows(error), not _places(error)
+def _precedence(error: BaseException) -> tuple[bool, bool, bool]:
+    return not isinstance(error, UserError | Preempted), follows(error), not _noted(_RAISED, error, ".+")
 
 
 def reason(error: BaseException) -> str:
     """Return what went wrong in one line: the type and the message of the cause, and the user's line of code."""
     cause = root_cause(error)
-    places = _places(cause)
+    places = _noted(_RAISED, cause, ".+")
     where = f" ({places[-1]})" if places else ""
     text = textwrap.shorten(told_without(_told(cause)), 600, placeholder=" …")
     return f"{text}{where}"
@@ -66,13 +121,13 @@ def identity(error: BaseException) -> str:
     The message may have numbers that differ each time, such as the free bytes of a GPU.
     """
     cause = root_cause(error)
-    places = _noted(_CAME, cause)
-    return f"{_told(cause).partition(':')[0]} in {places[-1] if places else origin(cause)}"
+    origins = _noted(_CAME, cause)
+    return f"{_told(cause).partition(':')[0]} in {origins[-1] if origins else _origin(cause)}"
 
 
 def steps_before(error: BaseException) -> int | None:
     """Return how many steps had finished on the rank that raised the cause; None if it does not tell."""
-    steps = _noted(_AFTER, root_cause(error))
+    steps = _noted(AFTER, root_cause(error), r"\d+")
     return int(steps[-1]) if steps else None
 
 
@@ -80,12 +135,9 @@ def _told(cause: BaseException) -> str:
     return str(cause) if isinstance(cause, WorkerError) else f"{type(cause).__name__}: {cause}"
 
 
-def _places(error: BaseException) -> list[str]:
-    return _noted(_RAISED, error)
-
-
-def _noted(what: re.Pattern[str], error: BaseException) -> list[str]:
-    return what.findall("\n".join(getattr(error, "__notes__", ())))
+def _noted(label: str, error: BaseException, pattern: str = ".*") -> list[str]:
+    """Return what the notes of an exception have behind a label."""
+    return re.findall(rf"^{label}({pattern})$", "\n".join(getattr(error, "__notes__", ())), re.MULTILINE)
 
 
 def told_first(error: TrainingFailedError) -> Exception:

@@ -11,16 +11,12 @@ import ray
 import ray._private.worker
 from ray.exceptions import RayError
 from ray.train import ControllerError, TrainingFailedError
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
-)
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
 from trainers.faults.attempts import Failure
-from trainers.faults.causes import LOST, follows, identity, reason, root_cause, steps_before
-from trainers.faults.ending import Preempted
+from trainers.faults.causes import LOST, Preempted, follows, identity, reason, root_cause, steps_before
 from trainers.faults.watch import Standstill, Watch, named
 from trainers.telemetry.records import Place
 
@@ -40,12 +36,8 @@ def failure_of(
     One fault makes other ranks fail as well. So a lost node counts first, then errors of the workers' own code, then ranks that
     stand still, then processes that ended, and broken connections last.
 
-    Args:
-        error: the exception of Ray Train.
-        places: the place of every rank in this attempt, as far as known.
-        watch: the signs of life of the attempt's ranks.
-        timeout: seconds after which a wait for other ranks fails.
-        ended: why the driver has ended the attempt itself; None if it has not.
+    Places of ranks are known as far as they have told. After `timeout` seconds, a wait for other ranks fails. `ended` is why the
+    driver has ended the attempt itself, if it has.
     """
     if ended is not None:
         return _of_nodes(places) or Failure("stalled", ended.what, ended.ranks)
@@ -101,12 +93,11 @@ def _of_workers(
     failures: Mapping[int, Exception], places: Mapping[int, Place], cause: BaseException, watch: Watch, timeout: float
 ) -> Failure:
     lost = tuple(sorted(rank for rank, error in failures.items() if isinstance(error, LOST)))
-    own = {rank: error for rank, error in failures.items() if not follows(error)}
-    if own:
-        return _raised(cause, tuple(sorted(own)))
+    if raised := tuple(sorted(rank for rank, error in failures.items() if not follows(error))):
+        return _raised(cause, raised)
     if watch.stands(timeout) or _TIMEOUT.search(str(cause)):
-        found = watch.standstill()
-        return Failure("stalled", found.what, found.ranks)
+        standstill = watch.standstill()
+        return Failure("stalled", standstill.what, standstill.ranks)
     if lost:
         at = ", ".join(sorted({places[rank]["node_ip"] for rank in lost if rank in places}))
         text = f"the {'process' if len(lost) == 1 else 'processes'} of {named(lost)}{' on ' + at if at else ''} ended"

@@ -1,4 +1,4 @@
-"""Stops a training whose steps do not train, before a checkpoint saves the result.
+"""Stops a training whose steps do not train, before a checkpoint saves the result, and finds losses that stand out.
 
 A gradient that is not finite may also come from a few numbers of a text. A recipe may let training skip such steps.
 
@@ -10,6 +10,8 @@ the whole model, or no bit of a class's weights changes at a learning rate above
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 
 import torch
 
@@ -17,6 +19,9 @@ from foldray.blueprint import ModelSpec, parameter_table
 from foldray.blueprint.parameters import CLASSES, GradientClass
 from foldray.comm import Groups
 from foldray.runtime import Engine, Norms
+
+_WINDOW, _FEWEST = 64, 20  # losses to compare with; with fewer, training has just begun
+_TIMES, _LEAST = 8.0, 0.2  # a spike is so many deviations above the median, and so many nats
 
 
 class NothingTrained(RuntimeError):
@@ -26,15 +31,8 @@ class NothingTrained(RuntimeError):
 class Guard:
     """Checks the updates of an engine. Every rank has a guard, and all guards raise together.
 
-    Args:
-        engine: the engine to check.
-        groups: the process groups of the rank.
-        model: its parameters decide which gradient classes the model has.
-        most: how many steps in a row may be skipped because their gradient is not finite.
-
-    Attributes:
-        skipped: how many steps have been skipped.
-        in_a_row: how many of them are the newest ones.
+    At most `most` steps in a row may be skipped because their gradient is not finite. `skipped` counts all that were skipped, and
+    `in_a_row` those of them that are the newest steps.
     """
 
     def __init__(self, engine: Engine, groups: Groups, model: ModelSpec, most: int = 0):
@@ -46,9 +44,7 @@ class Guard:
     def update(self, step: int, lr: float) -> Norms:
         """Call `Engine.update` for step number `step`, counted from 1. A skipped step changes nothing.
 
-        Raises:
-            NothingTrained: a gradient is zero, infinite or NaN, or a class of weights has not changed. Weights are compared
-                only in the first step with a learning rate above zero.
+        Weights are compared only in the first step with a learning rate above zero.
         """
         compares = lr > 0 and not self._moved
         before = self._bits() if compares else {}
@@ -80,3 +76,25 @@ class Guard:
         for name, weights in self.engine.weights():
             sums[name] = sums.get(name, 0) + int(weights.flatten().view(torch.int32).sum(dtype=torch.int64))
         return sums
+
+
+class Spikes:
+    """Compares every loss with the median of those before.
+
+    The deviation is the median distance from that median, which one spike does not change.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._high = False
+
+    def look(self, loss: float) -> float | None:
+        """Add the loss of a step. Return the median before, if a spike begins with this loss."""
+        before, was_high = list(self._losses), self._high
+        self._losses.append(loss)
+        if len(before) < _FEWEST or not math.isfinite(loss):
+            return None
+        median = statistics.median(before)
+        deviation = 1.4826 * statistics.median(abs(earlier - median) for earlier in before)  # of a normal distribution
+        self._high = loss - median > max(_TIMES * deviation, _LEAST)
+        return median if self._high and not was_high else None

@@ -106,7 +106,7 @@ def _run(arguments: Sequence[str], file: Path, resume: str | None, holds: str) -
     """Run the command once. Return how its process ended, what it has told, and the first signal that was passed on to it."""
     ours, theirs = os.pipe()
     env = {**os.environ, _FILE: str(file), _LIFE: str(ours), _HOLDER: holds, **({_RESUME: resume} if resume else {})}
-    command, own = [sys.executable, "-m", "foldray", *arguments], _children()
+    command, before = [sys.executable, "-m", "foldray", *arguments], _children()
     _adopt(True)
     # In a process group of its own, it gets a Ctrl-C from its parent alone.
     with subprocess.Popen(command, env=env, pass_fds=[ours], process_group=0) as process:
@@ -116,24 +116,24 @@ def _run(arguments: Sequence[str], file: Path, resume: str | None, holds: str) -
     os.close(theirs)
     facts = _facts(file)
     if "ended" not in facts:
-        _end_left(own)
+        _end_left(before)
     _adopt(False)
     return code, facts, passed[0] if passed else None
 
 
 def _adopt(wanted: bool) -> None:
-    """Become the parent of processes whose parent ends, or no longer. Only Linux can do so."""
+    """Become the parent of processes whose parent ends, or stop being so. Only Linux has this."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_ADOPT, int(wanted), 0, 0, 0)
 
 
-def _end_left(own: set[int]) -> None:
-    """End what a lost process has left behind, apart from the children of this process before it.
+def _end_left(before: set[int]) -> None:
+    """End what a lost process has left behind, apart from the children that this process had before.
 
     Ray's agents end with their node, but if its head is lost as well, they may try to tell it for ever.
     """
     began, asked = time.monotonic(), set[int]()
-    while (left := _children() - own) and time.monotonic() - began < 2 * _LEFT_S:
+    while (left := _children() - before) and time.monotonic() - began < 2 * _LEFT_S:
         late = time.monotonic() - began > _LEFT_S
         for child in left:
             with suppress(OSError):
@@ -146,12 +146,12 @@ def _end_left(own: set[int]) -> None:
 
 def _children() -> set[int]:
     """Return the processes whose parent is this one, on a system with /proc."""
-    found = set[int]()
+    children = set[int]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int((process / "stat").read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
-                found.add(int(process.name))
-    return found
+                children.add(int(process.name))
+    return children
 
 
 def _facts(file: Path) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _ended(code: int) -> str:
 def _progress(run: Path) -> tuple[int, int]:
     """Return the last step of a run and that of its last checkpoint, by its `run.json`; 0 if they are not known."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
-        found = json.loads((run / "run.json").read_text())
-        named = _STEP.search(found.get("checkpoint") or "")  # a path or a URI, perhaps with a query
-        return int(found.get("steps") or 0), int(named[1]) if named else 0
+        document = json.loads((run / "run.json").read_text())
+        checkpoint = _STEP.search(document.get("checkpoint") or "")  # a path or a URI, perhaps with a query
+        return int(document.get("steps") or 0), int(checkpoint[1]) if checkpoint else 0
     return 0, 0

@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 import pyarrow
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from foldray.errors import UserError
 from trainers.folders import Checked, DamagedFile, Folder, printable
@@ -30,8 +29,6 @@ _UNREACHED = (OSError, ValueError, pyarrow.ArrowException)
 
 
 class _Held(Checked):
-    """What the file holds."""
-
     holder: str
     host: str
     pid: int
@@ -42,14 +39,10 @@ class Lease:
     """The lease of a run. Use it as a context manager; `take` takes it, and the end of the context gives it back.
 
     Args:
-        run: the run's folder in its storage.
         field: what the user calls the run.
         holder: the driver. One that starts with the name of a lost one has its lease at once.
-        say: tells that this driver waits for another one.
-        lose: called in a thread if another driver has taken the lease over, as it may if this one stood still for a minute.
-
-    Attributes:
-        lost: whether another driver has taken it over.
+        lose: called in a thread if another driver has taken the lease over, as it may if this one stood still for a minute. Then
+            `lost` is set.
     """
 
     def __init__(self, run: Folder, field: str, holder: str, say: Callable[[str], None], lose: Callable[[], None]):
@@ -61,7 +54,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is None:
             return
         self._leaves.set()
@@ -73,22 +66,18 @@ class Lease:
                     self._run.delete()
 
     def take(self) -> None:
-        """Take the lease, unless this driver has it. If another one has it, wait until it is gone, for a minute.
-
-        Raises:
-            UserError: another driver has the run and shows signs of life, or the storage does not take the file.
-        """
+        """Take the lease, unless this driver has it. If another one has it, wait until it is gone, for a minute."""
         if self._thread is not None:
             return
         try:
             self._is_new = self._run.names() is None
-            if (found := self._others()) is not None:
-                self._wait(found)
+            if (other := self._others()) is not None:
+                self._wait(other)
             self._write()
             if not self._is_new:
                 time.sleep(_SURE_S)
-            if (found := self._others()) is not None:
-                raise self._refused(found)
+            if (other := self._others()) is not None:
+                raise self._refused(other)
         except _UNREACHED as error:
             raise UserError("cluster.storage", self._run.name, f"does not take the driver's lease ({error})") from None
         self._thread = threading.Thread(target=self._keep, name="foldray-lease", daemon=True)
@@ -100,19 +89,19 @@ class Lease:
             rule = "was taken over by another driver, because this one showed no sign of life; that one trains it now"
             raise UserError(self._field, self._run.last, rule)
 
-    def _wait(self, found: bytes) -> None:
+    def _wait(self, lease: bytes) -> None:
         """Wait until a lease has not changed for so long that its holder is gone, or until it is given back."""
-        self._say(f"{self._run.last}: {_told(found)} has this run; foldray waits for up to {_GONE_S:.0f} s to see if it lives")
+        self._say(f"{self._run.last}: {_told(lease)} has this run; foldray waits for up to {_GONE_S:.0f} s to see if it lives")
         since = time.monotonic()
         while time.monotonic() - since < _GONE_S:
             time.sleep(_PERIOD_S / 10)
             if (now := self._others()) is None:
                 return
-            if now != found:
+            if now != lease:
                 raise self._refused(now)
 
-    def _refused(self, found: bytes) -> UserError:
-        rule = f"is in the hands of another driver, {_told(found)}, which shows signs of life; stop that one first"
+    def _refused(self, lease: bytes) -> UserError:
+        rule = f"is in the hands of another driver, {_told(lease)}, which shows signs of life; stop that one first"
         return UserError(self._field, self._run.last, rule)
 
     def _keep(self) -> None:
@@ -139,11 +128,7 @@ class LeaseLost(RuntimeError):
 
 
 def check_holder(run: Folder, holder: str) -> None:
-    """Check, on a worker, that no other driver has taken the run over while this training's own stood still.
-
-    Raises:
-        LeaseLost: another one has.
-    """
+    """Raise LeaseLost, on a worker, if another driver has taken the run over while this training's own stood still."""
     if (lease := _others(run, holder)) is not None:
         raise LeaseLost(f"{run.last} was taken over by another driver, {_told(lease)}; this training writes no more checkpoints")
 
@@ -159,7 +144,7 @@ def _others(run: Folder, holder: str) -> bytes | None:
 
 def _read(content: bytes) -> _Held | None:
     with suppress(ValidationError):
-        return TypeAdapter(_Held).validate_json(content, strict=True)
+        return _Held.model_validate_json(content, strict=True)
     return None
 
 

@@ -20,11 +20,7 @@ class Stopping:
     is the same signal: `ray job stop` sends it to all processes of a job, and the parent of this process passes it on. Only the
     main thread gets signals; in other threads the context does nothing.
 
-    Attributes:
-        signal: the number of the first signal; None if there was none.
-
-    Args:
-        ask: asks the workers. It returns whether they will come to it.
+    `signal` is the number of the first signal. `ask` asks the workers, and returns whether they will come to it.
     """
 
     def __init__(self, ask: Callable[[], bool]):

@@ -1,15 +1,23 @@
-"""Who stands still, and who is slow: found from the signs of life of all ranks."""
+"""The signs of life of ranks: a thread that shows them, and who stands still or is slow, found from those of all ranks."""
 
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from trainers.telemetry.mailbox import Outbox
 from trainers.telemetry.records import Beat
 
+if TYPE_CHECKING:
+    from foldray.comm import Activity  # torch takes a second to import, and a run's folder needs only `Pace`
+
+STALLED = 75  # exit code of a rank that has ended itself
 _RECENT = 15  # signs of life that a rank's pace is measured over
 _SLOW = 1.3  # times as long as the other ranks, or as before
 _QUIET_S = 10.0  # without a sign of life for so much longer than the others, a rank counts as stopped
@@ -18,12 +26,7 @@ _UNSEEN_S = 15.0  # more time between two looks does not count, because the driv
 
 @dataclass(frozen=True)
 class Standstill:
-    """What the ranks were doing when training did not get on.
-
-    Args:
-        ranks: the ranks that the others wait for; empty if this is not known.
-        what: the same in one line, with what the others wait for.
-    """
+    """The ranks that the others wait for, if they are known, when training does not get on; the same in one line."""
 
     ranks: tuple[int, ...]
     what: str
@@ -68,16 +71,15 @@ class Watch:
         self._arrived[beat["rank"]] = time.monotonic() if now is None else now
 
     def clear(self) -> None:
-        """Forget the ranks of an attempt."""
-        for each in (self.beats, self._first, self._recent, self._arrived, self._silent_s):
-            each.clear()
+        for by_rank in (self.beats, self._first, self._recent, self._arrived, self._silent_s):
+            by_rank.clear()
 
     def stands(self, patience: float) -> bool:
         """Whether a rank has told that nothing changed for so many seconds."""
         return any(beat["still_s"] > patience for beat in self.beats.values())
 
-    def silent(self, limit: float, now: float | None = None) -> bool:
-        """Look for ranks that train, and have shown no sign of life for longer than `limit` seconds.
+    def silent(self, limit: float, now: float | None = None) -> tuple[int, ...]:
+        """Return the ranks that train, and have shown no sign of life for longer than `limit` seconds.
 
         Call this from time to time while the queue answers, so that the signs of a rank would arrive.
         """
@@ -86,14 +88,16 @@ class Watch:
         for rank, at in self._arrived.items():
             self._silent_s[rank] = 0.0 if at > self._looked else self._silent_s.get(rank, 0.0) + passed
         self._looked = now
-        mays = {rank: max(limit, beat.get("may_take_s") or 0.0) for rank, beat in self.beats.items() if beat["trained_s"]}
-        return any(self._silent_s[rank] > may for rank, may in mays.items())
+        limits = {rank: max(limit, beat.get("may_take_s") or 0.0) for rank, beat in self._training()}
+        return tuple(sorted(rank for rank, limit in limits.items() if self._silent_s[rank] > limit))
+
+    def _training(self) -> Iterator[tuple[int, Beat]]:
+        return ((rank, beat) for rank, beat in self.beats.items() if beat["trained_s"] and not beat.get("ends"))
 
     def paces(self, positions: Mapping[int, int] | None = None) -> dict[int, Pace]:
-        """Return the pace of every rank that has shown enough signs of life.
+        """Return the pace of every rank that has shown enough signs of life, among those of its pipeline position, or all.
 
-        Args:
-            positions: the pipeline position of every rank, because positions may have different work; None compares all.
+        Positions may have different work.
         """
         alike: dict[int | None, list[tuple[float, int]]] = {}
         for rank, beats in self._recent.items():
@@ -108,28 +112,26 @@ class Watch:
                 paces[rank] = Pace(share, share / typical if typical else None, share / before if before else None)
         return paces
 
-    def standstill(self) -> Standstill:
+    def standstill(self, silent: tuple[int, ...] = ()) -> Standstill:
         """Say which ranks the others wait for.
 
-        These are ranks whose signs of life have stopped; else ranks that wait for nobody, while others wait; else, if all
-        ranks wait, those that have started the fewest operations of a communicator that others wait in.
+        These are the ranks that `silent` has found; else ranks whose signs of life have stopped; else ranks that wait for nobody,
+        while others wait; else, if all ranks wait, those that have started the fewest operations of a communicator that others
+        wait in.
         """
         beats = self.beats
         if not beats:
             return Standstill((), "no rank has shown a sign of life")
         newest = max(self._arrived.values())
-        quiet = tuple(sorted(rank for rank, at in self._arrived.items() if newest - at > _QUIET_S))
+        quiet = silent or tuple(sorted(rank for rank, at in self._arrived.items() if newest - at > _QUIET_S))
         if quiet:
-            seconds = min(newest - self._arrived[rank] for rank in quiet)
+            seconds = min(max(newest - self._arrived[rank], self._silent_s.get(rank, 0.0)) for rank in quiet)
             return Standstill(quiet, f"{named(quiet)} showed no sign of life for {seconds:.0f} s{self._waiting(quiet)}")
         busy = tuple(sorted(rank for rank, beat in beats.items() if not beat["waits"]))
+        doing = ", ".join(dict.fromkeys(beats[rank]["doing"] for rank in busy))
         if busy and len(busy) < len(beats):
-            doing = ", ".join(dict.fromkeys(beats[rank]["doing"] for rank in busy))
             return Standstill(busy, f"{named(busy)} stood still in {doing}{self._waiting(busy)}")
-        if busy:
-            doing = ", ".join(dict.fromkeys(beats[rank]["doing"] for rank in busy))
-            return Standstill((), f"all ranks stood still in {doing}")
-        return self._behind()
+        return Standstill((), f"all ranks stood still in {doing}") if busy else self._behind()
 
     def _behind(self) -> Standstill:
         """Compare what the ranks have started, where all of them wait."""
@@ -169,3 +171,58 @@ def _median_without(values: Sequence[float], i: int) -> float:
 def named(ranks: tuple[int, ...]) -> str:
     """Return "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks)) or '?'}"
+
+
+class Pulse:
+    """A thread that tells the driver what this rank is doing, and ends the process if it does not get on.
+
+    Waits in torch's process groups have a timeout of their own. The thread is for all other places where a rank may stand
+    still, such as a storage that does not answer. It waits longer, so the ranks that only wait for this one end first, with
+    an error that names what they waited for.
+
+    Use it as a context manager around the training. Nothing else may use its outbox. After `patience` seconds without any change,
+    the process ends.
+    """
+
+    def __init__(self, rank: int, activity: Activity, outbox: Outbox, patience: float, period: float = 2.0):
+        self._rank, self._activity, self._outbox = rank, activity, outbox
+        self._patience, self._period = patience, period
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="foldray-pulse", daemon=True)
+        self._began, self._waited_s = math.inf, 0.0
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join(self._period)
+        self._beat(ends=True)  # it says where the rank was
+        self._outbox.flush(self._period)
+
+    @property
+    def stops(self) -> bool:
+        return self._outbox.stops
+
+    def trains(self) -> None:
+        """Say that training begins: the rank has been built."""
+        self._began, self._waited_s = time.monotonic(), self._activity.waited_s
+
+    def _run(self) -> None:
+        while True:
+            self._beat()
+            self._outbox.flush(self._period / 2)  # the answer may ask to stop; if the driver is gone, there is none
+            if time.monotonic() - self._activity.since > (self._activity.may_take_s or self._patience):
+                self._outbox.flush()
+                os._exit(STALLED)
+            if self._ends.wait(self._period):
+                return
+
+    def _beat(self, ends: bool = False) -> None:
+        activity, now = self._activity, time.monotonic()
+        self._outbox.send({
+            "kind": "beat", "rank": self._rank, "doing": str(activity.doing), "waits": activity.waits,
+            "started": dict(activity.started), "still_s": now - activity.since, "trained_s": max(now - self._began, 0.0),
+            "waited_s": activity.waited_s - self._waited_s, "may_take_s": activity.may_take_s, "ends": ends,
+        })  # fmt: skip

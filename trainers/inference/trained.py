@@ -14,8 +14,8 @@ from foldray.runtime import Shard, State
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.checkpoints.tensors import load, opened
 from trainers.driver.resuming import Beginning, check_model
-from trainers.driver.stored_recipe import recipe_of
 from trainers.folders import Folder
+from trainers.sinks.run_folder import recipe_of
 
 _FIELD = "RUN"
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainers.pictures.canvas import BLUE, GREY, INK, ORANGE, RED, new_figure, plain, save
-from trainers.telemetry.speed import Speed
+from trainers.telemetry.history import Speed
 
 _TOLD = 8  # events with a line of text; all have a mark
 _POINTS = 4096  # of the line of an attempt

@@ -35,19 +35,13 @@ class Tracker:
     says so and sends the missed metrics. MLflow's histories cannot be rewritten: if a step runs again after a restart, its
     first values stay.
 
-    Args:
-        recipe: the recipe of the training. Its keys become the run's parameters.
-        name: the run's name.
-        storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
-        mlflow_run_id: the MLflow run to continue. If the server does not know it, or if it is deleted, a new run is created, and
-            a warning says so.
-
-    Raises:
-        UserError: the tracking server does not answer, or refuses a request.
+    It continues the run `mlflow_run_id`. If the server does not know it, or if it is deleted, a new run is created, and a warning
+    says so. The recipe's keys become the run's parameters.
     """
 
     def __init__(self, recipe: Recipe, name: str, storage: Path, mlflow_run_id: str | None = None):
         self._server = TrackingServer(recipe, storage)
+        self.uri = self._server.uri  # without secrets
         self._layers, self._metrics = recipe.model.moe_layers, metrics_of(recipe)
         self._logged: dict[str, int] = {}
         self._fails, self._tried = False, 0
@@ -58,7 +52,6 @@ class Tracker:
         self._sender.start()
 
     def receive(self, record: Record) -> None:
-        """Log the metrics of a record."""
         if record["kind"] == "step":
             step = cast(Mapping[str, float | None], record)
             values: dict[str, float | None] = {metric.outside: step.get(metric.name) for metric in self._metrics}
@@ -93,17 +86,12 @@ class Tracker:
             self._warn(error)
 
     @property
-    def uri(self) -> str:
-        """The URI of the tracking server or database, without secrets."""
-        return self._server.uri
-
-    @property
     def view_url(self) -> str:
         """The URL of the run's page."""
         return self._server.view_url(self.run_id)
 
     def view_command(self) -> str | None:
-        """Return a command that starts a server for the run; None if a server runs already."""
+        """The command of `TrackingServer.view_command`."""
         return self._server.view_command()
 
     def _create(self, recipe: Recipe, name: str) -> str:
@@ -122,8 +110,8 @@ class Tracker:
         if run_id is None:
             return None
         try:
-            known = self._client.get_run(run_id)
-            deleted = known.info.lifecycle_stage == "deleted"
+            run = self._client.get_run(run_id)
+            deleted = run.info.lifecycle_stage == "deleted"
             lost = deleted and f"is deleted (mlflow runs restore --run-id {run_id} brings it back)"
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -132,10 +120,10 @@ class Tracker:
         if lost:
             _log.warning("MLflow's run %s %s; training goes on with a new one", run_id, lost)
             return None
-        self.experiment_id = known.info.experiment_id
+        self.experiment_id = run.info.experiment_id
         self._client.update_run(run_id, status="RUNNING")
         # MLflow keeps the metric of the last step apart. A history has all steps, and takes minutes to read.
-        self._logged = {metric.key: metric.step for metric in known.data.to_proto().metrics}
+        self._logged = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._tried = self._logged.get("online/step_time_s", 0)
         return run_id
 
@@ -144,11 +132,10 @@ class Tracker:
         measures = record.get("by_layer")
         if measures is None:
             return {}
-        lists = {"max_over_mean": measures["max_over_mean"], "entropy": measures["entropy"]}
         return {
             f"expert_load/layer_{layer}/{name}": value
-            for name, each in lists.items()
-            for layer, value in zip(self._layers, each, strict=True)
+            for name, values in (("max_over_mean", measures["max_over_mean"]), ("entropy", measures["entropy"]))
+            for layer, value in zip(self._layers, values, strict=True)
         }
 
     def _send(self, name: str, step: int, values: Mapping[str, float | None]) -> None:
@@ -159,8 +146,8 @@ class Tracker:
         self._logged[name] = step
         now = int(time.time() * 1000)
         # MLflow would store infinity as 1.8e308, which flattens every chart.
-        known = {key: float(value) for key, value in values.items() if value is not None}
-        finite = {key: value if math.isfinite(value) else math.nan for key, value in known.items()}
+        numbers = {key: float(value) for key, value in values.items() if value is not None}
+        finite = {key: value if math.isfinite(value) else math.nan for key, value in numbers.items()}
         self._sender.put([Metric(key, value, now, step) for key, value in finite.items()])
 
     def _log_batch(self, metrics: list[Metric]) -> None:
@@ -172,11 +159,8 @@ class Tracker:
     def _warn(self, error: Exception) -> None:
         if not self._fails:
             self._fails = True
-            _log.warning(
-                "MLflow at %s fails (%s); training continues, and metrics.jsonl has all metrics",
-                self.uri,
-                self._server.reason(error),
-            )
+            reason = self._server.reason(error)
+            _log.warning("MLflow at %s fails (%s); training continues, and metrics.jsonl has all metrics", self.uri, reason)
 
 
 class _Sender(threading.Thread):
@@ -218,6 +202,5 @@ class _Sender(threading.Thread):
 
 
 def _traffic(record: Step) -> dict[str, int]:
-    """Return the bytes that a step sent inside nodes and between nodes, by class of traffic."""
     sides = ("inside_bytes", "across_bytes")
     return {f"traffic/{name}/{side}": count[side] for name, count in record.get("traffic", {}).items() for side in sides}

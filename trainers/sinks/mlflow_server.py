@@ -34,16 +34,9 @@ _URI_EXAMPLES = ["sqlite:////folder/mlflow.db", "http://host:5000", "null"]
 
 
 class TrackingServer:
-    """The MLflow server or database that tracks a recipe.
+    """The MLflow server or database that tracks a recipe. `uri` is its address without secrets, for messages and files.
 
-    Args:
-        storage: local folder for the database if the recipe names none, and for artifacts if no server stores them.
-
-    Attributes:
-        uri: the address without secrets, for messages and files.
-
-    Raises:
-        UserError: the server does not answer, refuses a request, or its address has lost its secret.
+    The storage is a local folder for the database if the recipe names none, and for artifacts if no server stores them.
     """
 
     def __init__(self, recipe: Recipe, storage: Path):
@@ -77,21 +70,21 @@ class TrackingServer:
         return _told(self._secret_uri)
 
     def _find_experiment(self) -> str:
-        known = self.client.get_experiment_by_name(self.experiment)
-        if known is not None and known.lifecycle_stage == "deleted":
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is not None and experiment.lifecycle_stage == "deleted":
             rule = "is deleted in MLflow; restore it (mlflow experiments restore) or choose another name"
             raise UserError("tracking.experiment", self.experiment, rule)
-        if known is not None:
-            return known.experiment_id
+        if experiment is not None:
+            return experiment.experiment_id
         try:
             # A server has its own place for artifacts. Without a server, artifacts lie beside the runs.
             location = None if _is_http(self.uri) else self._artifacts.as_uri()
             return self.client.create_experiment(self.experiment, artifact_location=location, tags=_KIND)
         except Exception:
-            known = self.client.get_experiment_by_name(self.experiment)  # another driver may have created it meanwhile
-            if known is None:
+            experiment = self.client.get_experiment_by_name(self.experiment)  # another driver may have created it meanwhile
+            if experiment is None:
                 raise
-            return known.experiment_id
+            return experiment.experiment_id
 
 
 def begin_import(recipe: Recipe) -> None:
@@ -101,11 +94,7 @@ def begin_import(recipe: Recipe) -> None:
 
 
 def check_reachable(recipe: Recipe) -> None:
-    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts and writes nothing.
-
-    Raises:
-        UserError: nobody answers at `tracking.uri`, or it has lost its secret.
-    """
+    """Refuse a server or database that nobody answers for. This takes seconds at most, and starts and writes nothing."""
     if recipe.tracking.uri is None:
         return
     uri = _absolute(recipe.tracking.uri)
@@ -216,11 +205,7 @@ def _scheme(uri: str) -> str:
 
 
 def _check_database(path: Path) -> None:
-    """Refuse a file that is no database of SQLite, or a place where none can be written.
-
-    Raises:
-        sqlite3.Error, ValueError: so it is.
-    """
+    """Raise sqlite3.Error or ValueError for a file that is no database of SQLite, or a place where none can be written."""
     if path.exists():
         if not path.is_file():
             raise ValueError("it is not a regular file")
@@ -246,10 +231,10 @@ def _is_http(uri: str) -> bool:
 
 
 def _mlflow() -> list[str]:
-    beside = Path(sys.executable).parent / "mlflow"
-    if shutil.which("mlflow") == str(beside):
+    program = Path(sys.executable).parent / "mlflow"
+    if shutil.which("mlflow") == str(program):
         return ["mlflow"]
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "mlflow"]
+    return [str(program)] if program.exists() else [sys.executable, "-m", "mlflow"]
 
 
 def line(error: BaseException, limit: int = 160) -> str:

@@ -20,12 +20,7 @@ _OWN = {
 
 
 class Gauges:
-    """Sets a gauge of Ray for every figure. All of them have the tag `run`. Ray puts `ray_` before their names.
-
-    Args:
-        run: the run's id.
-        metrics: those of the run's recipe.
-    """
+    """Sets a gauge of Ray for every figure. All of them have the tag `run`, the run's id. Ray puts `ray_` before their names."""
 
     def __init__(self, run: str, metrics: Sequence[Metric]):
         self._run, self._saved, self._failed = run, time.time(), 0
@@ -34,7 +29,6 @@ class Gauges:
         self._gauges = {name: Gauge(name, text, ("run", "rank")) for name, text in texts.items()}
 
     def receive(self, record: Record) -> None:
-        """Set the gauges to the figures of a record."""
         if record["kind"] == "step":
             self._set("foldray_step", record["step"])
             for name, metric in self._of_steps.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -21,15 +20,15 @@ from foldray.recipe import Recipe
 from foldray.urls import without_secrets
 from trainers.faults.watch import Pace
 from trainers.folders import DamagedFile, Folder, read_json, with_path
-from trainers.telemetry.history import LOAD_WINDOW, History
+from trainers.telemetry.history import LOAD_WINDOW, History, Steps
 from trainers.telemetry.metrics import METRICS, Metric, metrics_of
 from trainers.telemetry.records import Beat, Record, Step, as_json
-from trainers.telemetry.steps import Steps
 
-_BALANCE = (
-    "load_max_over_mean", "busiest_layer", "rank_max_over_mean", "load_entropy", "dead_experts", "starved_experts",
-)  # fmt: skip
-RANKS = "ranks.json"
+RANKS, RECIPE, MOST_RECIPE = "ranks.json", "recipe.yaml", 1 << 20
+_PICTURES = _LOSS, _SPEED, _LOAD, _HEALTH = "loss.png", "speed.png", "expert_load.png", "expert_health.png"
+_SEARCH = "online_search.png"  # of a run that tries settings
+FAILURE = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
+"""What `run.json` tells of a failure."""
 _LOADS = 512  # of experts in a line of `metrics.jsonl`, on average
 _BLOCK = 1 << 20  # bytes of `metrics.jsonl` that are searched at once for the end of its last line
 _WRITE_PERIOD_S = 5.0
@@ -37,7 +36,7 @@ _PICTURE_PERIOD_S = 30.0  # drawing takes half a second, perhaps on the workers'
 _PAGE_PERIOD_S = 300.0  # the page of the experts' health takes one second or two
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """The results of a run, for the closing table, `run.json` and `train --json`.
 
@@ -60,17 +59,17 @@ class Summary:
     val_sources: dict[str, Any] | None
     unigram_bpb: float | None
     bigram_bpb: float | None
-    load_max_over_mean: float | None
-    busiest_layer: int | None
-    rank_max_over_mean: float | None
-    load_entropy: float | None
-    dead_experts: int | None
-    starved_experts: int | None
+    load_max_over_mean: float | None = None
+    busiest_layer: int | None = None
+    rank_max_over_mean: float | None = None
+    load_entropy: float | None = None
+    dead_experts: int | None = None
+    starved_experts: int | None = None
     checkpoint: str | None
     pictures: tuple[str, ...]
-    mlflow_uri: str | None
-    mlflow_run_id: str | None
-    mlflow_command: str | None
+    mlflow_uri: str | None = None
+    mlflow_run_id: str | None = None
+    mlflow_command: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return one mapping of all results, the metrics among them."""
@@ -86,15 +85,11 @@ class RunFolder:
 
     Args:
         path: the folder, on the driver's disk or a shared one. It is created if needed.
-        recipe: the recipe of the training.
         baselines: bits per byte of simple models on the validation text ("unigram", "bigram").
         bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations, whose losses are per token.
         history: records of the run so far; None reads them from the folder.
         start: the checkpoint that the run starts from; None keeps the one in `run.json`.
         data: what is told about the data of each source, by its name (`mixture.counts_by_source`).
-
-    Raises:
-        UserError: a file of the earlier run cannot be read.
     """
 
     def __init__(
@@ -114,16 +109,17 @@ class RunFolder:
         self.history = read_history(path, metrics=self._of_steps) if history is None else history
         self._start = start or (self.previous or {}).get("started_from")
         self._recipe, self._baselines, self._bytes_per_token = recipe, dict(baselines), bytes_per_token
-        self._mlflow: tuple[str | None, str | None, str | None] = (None, None, None)
+        self._mlflow: dict[str, Any] = {}
         self._drawn = self._page_drawn = time.monotonic()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._metrics = self.path / "metrics.jsonl"
         self._mend_last_line()
-        _replace(self.path / "recipe.yaml", as_yaml(recipe))
+        _replace(self.path / RECIPE, as_yaml(recipe))
         self._write_run("running")
 
     def tracked_by(self, uri: str, run_id: str, command: str | None) -> None:
         """Write MLflow's address and id of this run into `run.json`."""
-        self._mlflow = (uri, run_id, command)
+        self._mlflow = {"mlflow_uri": uri, "mlflow_run_id": run_id, "mlflow_command": command}
         self._write_run("running")
 
     def receive(self, record: Record) -> None:
@@ -163,16 +159,16 @@ class RunFolder:
         from trainers.pictures.training import draw_expert_load, draw_loss, draw_tried
 
         if self.history.steps:
-            draw_loss(self.history, self._baselines, self._loss, self.path.name, self._bytes_per_token)
+            draw_loss(self.history, self._baselines, self.path / _LOSS, self.path.name, self._bytes_per_token)
         if self.history.speed.times:
-            draw_speed(self.history.speed, self._speed, self.path.name)
+            draw_speed(self.history.speed, self.path / _SPEED, self.path.name)
         if self.history.tried:
-            draw_tried(self.history, self._online, self.path.name)
+            draw_tried(self.history, self.path / _SEARCH, self.path.name)
         if self.history.load is not None:
             layers = self._recipe.model.moe_layers
-            draw_expert_load(self.history, self._expert_load, self.path.name, layers)
+            draw_expert_load(self.history, self.path / _LOAD, self.path.name, layers)
             if page:
-                draw_health(self.history, self._health, self.path.name, layers)
+                draw_health(self.history, self.path / _HEALTH, self.path.name, layers)
                 self._page_drawn = time.monotonic()
         self._drawn = time.monotonic()
 
@@ -199,10 +195,8 @@ class RunFolder:
             bigram_bpb=self._baselines.get("bigram"),
             **self._balance(),
             checkpoint=self._checkpoint(),
-            pictures=tuple(str(path) for path in (*self._pictures, self._online) if path.exists()),
-            mlflow_uri=self._mlflow[0],
-            mlflow_run_id=self._mlflow[1],
-            mlflow_command=self._mlflow[2],
+            pictures=tuple(str(self.path / name) for name in (*_PICTURES, _SEARCH) if (self.path / name).exists()),
+            **self._mlflow,
         )
 
     def _checkpoint(self) -> str | None:
@@ -218,55 +212,31 @@ class RunFolder:
     @property
     def artifacts(self) -> list[Path]:
         """The files to copy to the tracking server."""
-        online = [self._online] if self.history.tried else []
-        return [self.path / "recipe.yaml", self.path / "run.json", *self._pictures, *online]
-
-    @property
-    def _metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def _loss(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def _speed(self) -> Path:
-        return self.path / "speed.png"
-
-    @property
-    def _expert_load(self) -> Path:
-        return self.path / "expert_load.png"
-
-    @property
-    def _health(self) -> Path:
-        return self.path / "expert_health.png"
-
-    @property
-    def _pictures(self) -> tuple[Path, ...]:
-        return self._loss, self._speed, self._expert_load, self._health
-
-    @property
-    def _online(self) -> Path:
-        return self.path / "online_search.png"
+        search = [_SEARCH] if self.history.tried else []
+        return [self.path / name for name in (RECIPE, "run.json", *_PICTURES, *search)]
 
     def _balance(self) -> dict[str, Any]:
         """Return the figures of experts in the summary."""
         health = self.history.health(self._recipe.placed_fold.ep)
         if health is None:
-            return dict.fromkeys(_BALANCE)
+            return {}
         worst = int(health.max_over_mean.argmax())
-        found = (float(health.max_over_mean[worst]), self._recipe.model.moe_layers[worst], float(health.rank_max_over_mean.max()),
-                 float(health.entropy.min()), int(health.dead.sum()), int(health.starved.sum()))  # fmt: skip
-        return dict(zip(_BALANCE, found, strict=True))
+        return {
+            "load_max_over_mean": float(health.max_over_mean[worst]),
+            "busiest_layer": self._recipe.model.moe_layers[worst],
+            "rank_max_over_mean": float(health.rank_max_over_mean.max()),
+            "load_entropy": float(health.entropy.min()),
+            "dead_experts": int(health.dead.sum()),
+            "starved_experts": int(health.starved.sum()),
+        }
 
     def _write_run(self, status: str) -> Summary:
         summary = self.summary(status)
         workers = [self.history.places[rank] for rank in sorted(self.history.places)]
-        told = ("time", "step", "failure", "what", "ranks", "goes_on", "saved", "reason")
-        failures = [{key: failure.get(key) for key in told} for failure in self.history.failures]
+        failures = [{key: failure.get(key) for key in FAILURE} for failure in self.history.failures]
         origin = {"started_from": self._start, "resumed_at": self.history.resumes, "failures": failures}
         document = summary.as_dict() | origin | {"data": self._data, "workers": workers}
-        _replace(self.path / "run.json", json.dumps(json.loads(as_json(document)), indent=2) + "\n")
+        _replace(self.path / "run.json", as_json(document, indent=2) + "\n")
         self._wrote, self._is_stale = time.monotonic(), False
         return summary
 
@@ -297,14 +267,7 @@ class _Run(TypedDict, total=False):
 
 
 def read_run(path: Path, field: str = "resume") -> dict[str, Any] | None:
-    """Return the `run.json` of a run folder; None if the file does not exist.
-
-    Args:
-        field: what the user calls the run.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the `run.json` of a run folder, which the user calls `field`; None if the file does not exist."""
     if not (path / "run.json").exists():
         return None
     try:
@@ -314,16 +277,7 @@ def read_run(path: Path, field: str = "resume") -> dict[str, Any] | None:
 
 
 def read_history(path: Path, field: str = "resume", metrics: Sequence[Metric] = METRICS) -> History:
-    """Return the history in a run folder's `metrics.jsonl`.
-
-    Args:
-        path: the run folder.
-        field: what the user calls the run.
-        metrics: the metrics of its steps that are kept.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the history in the `metrics.jsonl` of a run folder, which the user calls `field`, with these metrics of steps."""
     file = path / "metrics.jsonl"
     try:
         if file.exists():
@@ -332,6 +286,25 @@ def read_history(path: Path, field: str = "resume", metrics: Sequence[Metric] = 
     except (DamagedFile, ValueError) as error:
         what = error if isinstance(error, DamagedFile) else DamagedFile(file.name, f"cannot be read ({error})")
         raise UserError(field, path.name, f"its {what}; repair or delete that file") from None
+
+
+def recipe_of(run: Folder, field: str, value: str, trust: bool = False) -> Recipe:
+    """Return the recipe in the folder of a run, whose `value` in `field` is what the user calls it.
+
+    With `trust`, import the modules that the recipe names (`Recipe.stored`).
+    """
+    try:
+        text = run.read(RECIPE, MOST_RECIPE).decode()
+    except DamagedFile as error:
+        raise UserError(field, value, f"its {error}; it says how the model is made") from None
+    except UnicodeDecodeError:
+        raise UserError(field, value, f"its {RECIPE} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(field, value, f"its {RECIPE} cannot be read ({error.strerror or error})") from None
+    try:
+        return Recipe.stored(f"{run.name}/{RECIPE}", text, trust)
+    except UserError as error:
+        raise UserError(field, value, f"its {RECIPE} is refused ({error})") from None
 
 
 def as_yaml(recipe: Recipe) -> str:
@@ -362,8 +335,8 @@ def _over(metric: Metric, steps: Steps) -> float | None:
         values = values[-1:]
     elif metric.over == "newest":
         values = values[-LOAD_WINDOW:]
-    known = values[~np.isnan(values)]
-    if not known.size:
+    finite = values[~np.isnan(values)]
+    if not finite.size:
         return None
-    value = float(np.median(known) if metric.over == "median" else np.mean(known))
+    value = float(np.median(finite) if metric.over == "median" else np.mean(finite))
     return int(value) if metric.whole else value

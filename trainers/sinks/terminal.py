@@ -24,12 +24,7 @@ _BAR_WIDTH = 30
 
 
 class Console:
-    """The terminal. Reports go to standard output, or to standard error if standard output is reserved for a JSON document.
-
-    Args:
-        json: keep standard output free for a JSON document.
-        out: a rich console to write to instead.
-    """
+    """The terminal. Reports go to standard output, or to standard error if `json` reserves it for a JSON document."""
 
     def __init__(self, json: bool = False, out: rich.console.Console | None = None):
         self.out = out or rich.console.Console(stderr=json)
@@ -71,12 +66,8 @@ class Console:
 class Progress:
     """The progress of a run: a bar on a terminal, or plain lines in a file. Use it as a context manager.
 
-    A plain line is printed after every tenth of the steps, and at least every ten seconds while steps finish.
-
-    Args:
-        name: the run's id.
-        total: the step at which this training ends.
-        console: the terminal to write to.
+    A plain line is printed after every tenth of the steps, and at least every ten seconds while steps finish. The training of
+    run `name` ends at step `total`.
     """
 
     def __init__(self, name: str, total: int, console: Console):
@@ -90,15 +81,13 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._console.out.is_interactive:
             name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2))
-            bar, text = (
-                BarColumn(bar_width=None, table_column=Column(ratio=1)),
-                TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True)),
-            )
+            bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
             self._bar = Bar(name, bar, MofNCompleteColumn(), text, console=self._console.out, expand=True)
             self._task = self._bar.add_task(escape(self._name), total=self._total, text="starting workers")
             self._bar.start()
         else:
-            self._say(f"{self._name}: starting workers, {self._total} steps")
+            self._say(f"starting workers, {self._total} steps")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,37 +95,35 @@ class Progress:
             self._bar.stop()
 
     def receive(self, record: Record) -> None:
-        """Show a record."""
         if record["kind"] == "validation":
             bits = record["bits_per_byte"]
             self._validation = f"{record['loss']:.3f} nats/token" if bits is None else f"{bits:.3f} bits/byte"
         elif record["kind"] == "resumed":
             self._began = None
             self._printed = (record["step"], self._printed[1])
-            self._say(f"{self._name}: continues from step {record['step']}")
+            self._say(f"continues from step {record['step']}")
         elif record["kind"] == "failed":
             after = f"goes on from step {record['saved']}" if record["goes_on"] else "gives up"
-            self._say(f"{self._name}: after step {record['step']}, {record['what']}; foldray {after}")
+            self._say(f"after step {record['step']}, {record['what']}; foldray {after}")
         elif record["kind"] == "grows":
-            self._say(f"{self._name}: the cluster has room for more workers; they start from step {record['step']}")
+            self._say(f"the cluster has room for more workers; they start from step {record['step']}")
         elif record["kind"] == "slow":
             name, over = f"rank {record['rank']} on {record['node_ip']}", record["over_others"]
             slow = f"the others wait for {name}, which works {over:.1f} × as long"
-            what = slow if record["goes_on"] else f"{name} keeps up again"
-            self._say(f"{self._name}: {what}")
+            self._say(slow if record["goes_on"] else f"{name} keeps up again")
         elif record["kind"] == "spiked":
             loss, median = _number(record["loss"], ".3f"), _number(record["median"], ".3f")
-            self._say(f"{self._name}: in step {record['step']}, the loss is {loss}, after a median of {median}")
+            self._say(f"in step {record['step']}, the loss is {loss}, after a median of {median}")
         elif record["kind"] == "settled":
             order = f"{record['forward']} forward, {record['backward']} backward"
-            self._say(f"{self._name}: order of {record['degree']} pieces: {order}")
+            self._say(f"order of {record['degree']} pieces: {order}")
         elif record["kind"] == "listed":
             gain, over = record["named_seconds"] / record["seconds"], record["seconds"] / record["bound"]
             words = f"{over:.2f} × the least possible time of a step, {gain:.2f} × as fast as {record['named']}"
-            self._say(f"{self._name}: list of {record['degree']} pieces found: {words}, by the simulator")
+            self._say(f"list of {record['degree']} pieces found: {words}, by the simulator")
         elif record["kind"] == "drifted":
             now, found = record["step_time_s"], record["found_s"]
-            self._say(f"{self._name}: steps now take {now:.3g} s instead of {found:.3g} s, so foldray measures anew")
+            self._say(f"steps now take {now:.3g} s instead of {found:.3g} s, so foldray measures anew")
         elif record["kind"] == "step":
             self._show(record)
 
@@ -144,7 +131,7 @@ class Progress:
         step, now = record["step"], time.monotonic()
         if record.get("skipped_steps") and not math.isfinite(number(record["grad_norm"])):
             count = record["skipped_steps"]
-            self._say(f"{self._name}: step {step} is skipped, because its gradient is not finite; skipped so far: {count}")
+            self._say(f"step {step} is skipped, because its gradient is not finite; skipped so far: {count}")
         if self._began is None or step < self._began[0]:
             self._began = (step, now)
         parts = [f"loss {_number(record['loss'], '.3f')}"]
@@ -157,7 +144,7 @@ class Progress:
             self._bar.update(self._task, completed=step, text=" · ".join(parts).replace("validation", "val"))
         elif self._is_due(step, now):
             self._printed = (step, now)
-            self._say(f"{self._name}: step {step}/{self._total} · {' · '.join(parts)}")
+            self._say(f"step {step}/{self._total} · {' · '.join(parts)}")
 
     def _is_due(self, step: int, now: float) -> bool:
         tenths = step * 10 // self._total > self._printed[0] * 10 // self._total
@@ -169,15 +156,11 @@ class Progress:
         return _clock((now - began) / (step - first) * (self._total - step)) if step > first else "–:––"
 
     def _say(self, text: str) -> None:
-        self._console.say(text)
+        self._console.say(f"{self._name}: {text}")
 
 
 def closing_table(summary: Summary, metrics: Sequence[Metric] = METRICS) -> Table:
-    """Return a table with the results of a run: loss, speed, balance of experts, and paths.
-
-    Args:
-        metrics: those of the run's recipe.
-    """
+    """Return a table with the results of a run, whose recipe has these metrics: loss, speed, balance of experts, and paths."""
     table = Table(title=f"run {escape(summary.run_id)}", title_justify="left", title_style="bold", show_header=False, box=None)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

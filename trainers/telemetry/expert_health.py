@@ -101,9 +101,6 @@ def on_ranks(load: np.ndarray, ep: int) -> np.ndarray:
 
     Rank r has the experts r·E/ep … (r+1)·E/ep − 1 (`Ownership.experts`). Ranks that hold the same experts (edp) count as one,
     and so do ranks that hold slices of the same experts (etp).
-
-    Raises:
-        ValueError: `ep` does not divide the number of experts.
     """
     return load.reshape(*load.shape[:-1], ep, load.shape[-1] // ep).sum(axis=-1)
 
@@ -121,9 +118,6 @@ class Course:
     """An array over a whole run, such as the load [M, E] of every expert, summed in columns of equally many steps.
 
     If there are more than `most` columns, neighbours are joined. So the memory does not grow with the run.
-
-    Args:
-        most: the largest number of columns.
     """
 
     def __init__(self, most: int = 128):
@@ -204,5 +198,5 @@ def _shares(load: np.ndarray) -> np.ndarray:
     return load / np.maximum(load.sum(axis=-1, keepdims=True), _TINY)
 
 
-def _join(one: Column, other: Column) -> Column:
-    return Column(one.first, other.last, one.steps + other.steps, one.total + other.total)
+def _join(earlier: Column, later: Column) -> Column:
+    return Column(earlier.first, later.last, earlier.steps + later.steps, earlier.total + later.total)

@@ -1,39 +1,145 @@
-"""The history of a run: what its records make up."""
+"""The history of a run: what its records make up, with its speed over time and what happened meanwhile."""
 
 from __future__ import annotations
 
 import json
+import math
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from trainers.telemetry import records
 from trainers.telemetry.expert_health import Course, Health, entropy, max_over_mean, unused
 from trainers.telemetry.metrics import METRICS, Metric
-from trainers.telemetry.records import (
-    Drifted,
-    Failed,
-    Listed,
-    Place,
-    Record,
-    Saved,
-    Settled,
-    Slow,
-    Spiked,
-    Step,
-    Tried,
-    Validation,
-)
-from trainers.telemetry.speed import Speed
-from trainers.telemetry.steps import ALWAYS, Steps
+from trainers.telemetry.records import Record, Step
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
 _LONGEST_LINE = 1 << 28
 _POINTS = 1024  # of a line in a picture
+_ALWAYS = tuple(metric.name for metric in METRICS if metric.always)  # always numbers, even if they are not finite
+_WHOLE = {"step", *(metric.name for metric in METRICS if metric.whole)}
+
+
+class Steps(Mapping[int, Step]):
+    """Step → its record without load, measures by layer and traffic, which `metrics.jsonl` has.
+
+    It has the given metrics, in columns, and ignores other numbers of records. Every number takes 8 bytes. A week may have a
+    million steps, and a million dicts would fill the memory of the driver.
+    """
+
+    def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
+        self._columns = {name: array("d") for name in ("step", "time", *(metric.name for metric in metrics))}
+
+    def take(self, record: Step) -> None:
+        """Add a step that comes after all others."""
+        for name, column in self._columns.items():
+            value = record.get(name)
+            column.append(math.nan if value is None else cast(float, value))
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`."""
+        keep = bisect_left(self._columns["step"], step + 1)
+        for column in self._columns.values():
+            del column[keep:]
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a number of all steps, in their order. It is NaN where a step has none."""
+        return np.array(self._columns[name])
+
+    @property
+    def last(self) -> int:
+        """The newest step; 0 without steps."""
+        column = self._columns["step"]
+        return int(column[-1]) if column else 0
+
+    def __getitem__(self, step: int) -> Step:
+        column = self._columns["step"]
+        at = bisect_left(column, step)
+        if at == len(column) or column[at] != step:
+            raise KeyError(step)
+        numbers = {name: self._number(name, column[at]) for name, column in self._columns.items()}
+        return cast(Step, {"kind": "step", **numbers, "load": None})
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._columns["step"])
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def _number(self, name: str, value: float) -> Any:
+        if math.isnan(value) and name not in _ALWAYS:
+            return None
+        return int(value) if name in _WHOLE else value
+
+
+class Event(NamedTuple):
+    """Something that happened after a step, at a time in seconds since the epoch. Workers may stop for it."""
+
+    time: float
+    step: int
+    what: str
+    stops: bool
+
+
+@dataclass
+class Speed:
+    """The speed of all steps in the order in which they ran, those that ran again as well.
+
+    Times are in seconds since the epoch. `workers` has the time of its start and its number of workers for every attempt.
+    """
+
+    times: array[float] = field(default_factory=lambda: array("d"))
+    tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
+    workers: list[tuple[float, int]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    _ranks: set[int] = field(default_factory=set)
+    _step: int = 0
+
+    def receive(self, record: Mapping[str, Any]) -> None:
+        """Add a record of the run."""
+        time, kind = record.get("time"), record["kind"]
+        if time is None:
+            return
+        if kind == "step":
+            self._step = record["step"]
+            self.times.append(time)
+            self.tokens_per_s.append(record["tokens_per_s"])
+        elif kind == "place":
+            self._place(time, record["rank"])
+        elif kind in ("failed", "grows", "slow", "spiked"):
+            self._happen(time, kind, record)
+
+    def _place(self, time: float, rank: int) -> None:
+        if rank in self._ranks:  # nobody told why the attempt before has ended
+            self.events.append(Event(time, self._step, "the run was started again", True))
+            self._ranks.clear()
+        if not self._ranks:
+            self.workers.append((time, 0))
+        self._ranks.add(rank)
+        self.workers[-1] = (self.workers[-1][0], len(self._ranks))
+
+    def _happen(self, time: float, kind: str, record: Mapping[str, Any]) -> None:
+        if kind == "failed":
+            then = f"; goes on from step {record['saved']}" if record["goes_on"] else "; the end"
+            self.events.append(Event(time, record["step"], f"{record['what']}{then}", True))
+        elif kind == "grows":
+            self.events.append(Event(time, record["step"], "the cluster has room for more workers", True))
+        elif kind == "spiked":
+            what = f"the loss is {record['loss']:.3g}, after a median of {record['median']:.3g}"
+            self.events.append(Event(time, record["step"], what, False))
+        elif record["goes_on"]:
+            self.events.append(Event(time, self._step, f"rank {record['rank']} on {record['node_ip']} is slow", False))
+        if kind in ("failed", "grows"):
+            self._ranks.clear()
+            self.workers.append((time, 0))
 
 
 class History:
@@ -44,25 +150,25 @@ class History:
     """
 
     def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, records.Place] = {}
         self.steps = Steps(metrics)
-        self.validations: dict[int, Validation] = {}
-        self.checkpoints: dict[int, Saved] = {}
+        self.validations: dict[int, records.Validation] = {}
+        self.checkpoints: dict[int, records.Saved] = {}
         self.resumes: list[int] = []
-        self.tried: list[Tried] = []
+        self.tried: list[records.Tried] = []
         """Trials in order; a new search clears the trials of an earlier one."""
-        self.settled: dict[int, Settled] = {}
+        self.settled: dict[int, records.Settled] = {}
         """The chosen order by degree; the newest counts."""
-        self.listed: dict[int, Listed] = {}
+        self.listed: dict[int, records.Listed] = {}
         """The found lists by degree; the newest count."""
-        self.drifts: list[Drifted] = []
-        self.failures: list[Failed] = []
+        self.drifts: list[records.Drifted] = []
+        self.failures: list[records.Failed] = []
         """The failed attempts, in order."""
         self.grown: list[int] = []
         """The steps after which training went on with more workers."""
-        self.spikes: dict[int, Spiked] = {}
+        self.spikes: dict[int, records.Spiked] = {}
         """Losses that stood out, by step."""
-        self.slow: dict[int, Slow] = {}
+        self.slow: dict[int, records.Slow] = {}
         """Ranks that the others wait for."""
         self.imbalance = Course(_POINTS)
         """The load of the busiest expert over the mean load, for every MoE layer."""
@@ -75,13 +181,9 @@ class History:
 
     @classmethod
     def read(cls, path: Path, metrics: Sequence[Metric] = METRICS) -> History:
-        """Read the history in a `metrics.jsonl`, and skip lines that a crash cut off.
+        """Read the history in a `metrics.jsonl`, with these metrics of its steps, and skip lines that a crash cut off.
 
-        Args:
-            metrics: the metrics of its steps that are kept.
-
-        Raises:
-            ValueError: a line is JSON, but not a record.
+        A line that is JSON, but not a record, raises ValueError.
         """
         history = cls(metrics)
         if path.exists():
@@ -101,14 +203,13 @@ class History:
             raise ValueError(f"line {number} is not a record") from None
         try:
             # Infinite numbers and NaN are written as null.
-            known = {key: 0.0 if value is None and key in ALWAYS else value for key, value in record.items()}
-            _RECORD.validate_python(known)
+            finite = {key: 0.0 if value is None and key in _ALWAYS else value for key, value in record.items()}
+            _RECORD.validate_python(finite)
             self.receive(record)
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
             raise ValueError(f"line {number} is not a record of a run") from None
 
     def receive(self, record: Record) -> None:
-        """Add a record to the history."""
         self.speed.receive(record)
         if record["kind"] == "place":
             self.places[record["rank"]] = record
@@ -145,7 +246,6 @@ class History:
             self._rewind(record["step"])
 
     def forget_places(self) -> None:
-        """Forget where ranks are, and which of them are slow."""
         self.places.clear()
         self.slow.clear()
 
@@ -181,7 +281,7 @@ class History:
         self._loads.append((step, load))
         self.imbalance.add(step, max_over_mean(load))
         self.entropy.add(step, entropy(load))
-        self.unused.add(step, np.sum(unused(np.sum([each for _, each in self._loads], axis=0)), axis=1))
+        self.unused.add(step, np.sum(unused(np.sum([recent for _, recent in self._loads], axis=0)), axis=1))
         self.course.add(step, load)
 
     def _rewind(self, step: int) -> None:
@@ -192,5 +292,5 @@ class History:
         earlier = [(at, load) for at, load in self._loads if at <= step]
         self._loads.clear()
         self._loads.extend(earlier)
-        for each in (self.steps, self.imbalance, self.entropy, self.unused, self.course):
-            each.rewind(step)
+        for columns in (self.steps, self.imbalance, self.entropy, self.unused, self.course):
+            columns.rewind(step)

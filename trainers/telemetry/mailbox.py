@@ -32,14 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """The workers' end of the queue. It sends records in order. Only `flush` waits.
+    """The workers' end of the queue. It sends records in order. Only `flush` waits. Each answer says whether training `stops`.
 
     Only one batch travels at a time. Records that are sent meanwhile go with the next batch. A batch that a lost queue has not
     taken goes again, once Ray has restarted the queue. A slow or lost queue never stops training: only the newest `limit`
     records wait, older ones are lost, and no error is raised.
-
-    Attributes:
-        stops: whether the driver has asked to stop, by the last answer of the queue.
     """
 
     def __init__(self, queue: Any, limit: int = 10_000):
@@ -100,13 +97,11 @@ class Inbox:
     ends, Ray starts it again; a queue that is still lost at the end raises an exception, too.
 
     Args:
-        subscribers: functions that take a record. The thread calls them in this order.
         looks: takes the signs of life of every read of the queue, even if there are none; the subscribers do not get them.
         period: seconds between two reads of the queue.
         patience: seconds to wait at the end of the context for records that are still in the queue.
 
     Attributes:
-        queue: Ray's handle of the queue.
         stops: whether the workers are asked to save a checkpoint after their step, and to stop.
         delivering: held while records and signs of life are passed on. Who reads what they change holds it, too.
     """
@@ -157,7 +152,6 @@ class Inbox:
             self._emptied.wait_for(lambda: self._empty >= later or self._lost is not None, self._patience)
 
     def deliver(self, *records: Record | Beat) -> None:
-        """Pass records to the subscribers."""
         with self.delivering:
             for record in records:
                 if record["kind"] != "beat":
@@ -166,7 +160,7 @@ class Inbox:
                 self._look(self._looks, [record for record in records if record["kind"] == "beat"])
 
     def tell(self, record: Record) -> None:
-        """Pass a record to the subscribers, out of one that takes signs of life."""
+        """Pass a record to the subscribers. A function that takes signs of life may call this."""
         for subscriber in self._subscribers:
             try:
                 subscriber(record)
@@ -174,7 +168,6 @@ class Inbox:
                 self._keep(error, f"{getattr(subscriber, '__qualname__', subscriber)} failed on a {record['kind']} record")
 
     def mute(self) -> None:
-        """Tell the subscribers nothing more."""
         with self.delivering:
             self._subscribers = ()
 
@@ -240,11 +233,7 @@ class _Reader:
         self._queue, self._coming, self.reads = queue, None, 0
 
     def take(self, stops: bool) -> list[Any]:
-        """Return what is in the queue, or was when the last call gave up. `stops` is that of `Mail.take`.
-
-        Raises:
-            ray.exceptions.RayError: the queue is lost, or does not answer in time.
-        """
+        """Return what is in the queue, or was when the last call gave up. `stops` is that of `Mail.take`."""
         if self._coming is None:
             self.reads += 1
             self._coming = self._queue.take.remote(stops)

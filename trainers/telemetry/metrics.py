@@ -44,11 +44,8 @@ class Finished(NamedTuple):
     """What a rank knows after a step.
 
     Args:
-        recipe: the recipe of the training.
-        totals: losses and counts.
         rate: the learning rate.
         norm: the norm of the whole gradient.
-        seconds: what the step took.
         trained: whether weights were changed; a step whose gradient is not finite may be skipped.
         skipped: number of steps that were skipped so far.
         flops: model FLOPs of a step.
@@ -158,21 +155,17 @@ METRICS = (
 
 
 def metrics_of(recipe: Recipe) -> tuple[Metric, ...]:
-    """Return foldray's metrics, and those of a recipe.
-
-    Raises:
-        UserError: `tracking.metrics` names an object that cannot be imported or is no metric, or two metrics have one name.
-    """
-    own: list[Metric] = []
+    """Return foldray's metrics, and those of a recipe."""
+    metrics = [*METRICS]
     for name in recipe.tracking.metrics:
         if not isinstance(row := imported("tracking.metrics", name), Metric):
             raise UserError("tracking.metrics", name, f"is a {type(row).__name__}, not a trainers.Metric")
-        for other in (*METRICS, *own):
+        for metric in metrics:
             for attribute in ("name", "outside", "gauge"):
-                if (own_name := getattr(row, attribute)) is not None and own_name == getattr(other, attribute):
-                    raise UserError("tracking.metrics", name, f"has the name {own_name!r}, which another metric has")
-        own.append(row)
-    return (*METRICS, *own)
+                if (taken := getattr(row, attribute)) is not None and taken == getattr(metric, attribute):
+                    raise UserError("tracking.metrics", name, f"has the name {taken!r}, which another metric has")
+        metrics.append(row)
+    return tuple(metrics)
 
 
 def reported_names(recipe: Recipe) -> tuple[str, ...]:

@@ -18,7 +18,12 @@ VALIDATED = ("validation/loss", "validation/bits_per_byte")
 """What Ray gets with a checkpoint after a validation."""
 
 
-class Place(TypedDict):
+class _Sent(TypedDict):
+    time: NotRequired[float]
+    """When it was sent, in seconds since 1970."""
+
+
+class Place(_Sent):
     """The node of a rank, and its seat in both grids. Every rank sends this record at the start of every attempt.
 
     If the experts have ranks of their own, a rank has a seat in one of the grids.
@@ -32,10 +37,9 @@ class Place(TypedDict):
     pid: int
     attention: dict[str, int] | None
     moe: dict[str, int] | None
-    time: NotRequired[float]
 
 
-class Step(TypedDict):
+class Step(_Sent):
     """One finished optimizer step; `step` counts from 1. Rank 0 sends this record and all records of the following kinds.
 
     It has all metrics (`metrics.METRICS`), and those of the recipe. Here are the ones that code reads by name.
@@ -56,7 +60,6 @@ class Step(TypedDict):
     by_layer: NotRequired[Layers | None]
     traffic: NotRequired[dict[str, dict[str, int]]]
     """The calls, inside_bytes and across_bytes of all ranks together, by class of traffic (`foldray.comm.Groups`)."""
-    time: NotRequired[float]
 
 
 class Measured(TypedDict):
@@ -69,7 +72,7 @@ class Measured(TypedDict):
     sequences: int
 
 
-class Validation(TypedDict):
+class Validation(_Sent):
     """The loss on the validation text after `step` steps. With a mixture, this is the mean over sources, by their weights."""
 
     kind: Literal["validation"]
@@ -80,18 +83,16 @@ class Validation(TypedDict):
     sequences: int
     sources: NotRequired[dict[str, Measured]]
     """The sources of a mixture."""
-    time: NotRequired[float]
 
 
-class Resumed(TypedDict):
+class Resumed(_Sent):
     """Training continues from the state after `step` steps. Later records of an earlier attempt become invalid."""
 
     kind: Literal["resumed"]
     step: int
-    time: NotRequired[float]
 
 
-class Tried(TypedDict):
+class Tried(_Sent):
     """A degree and a size of gradient chunks that training tried in its first steps, or the choice among them."""
 
     kind: Literal["tried"]
@@ -101,10 +102,9 @@ class Tried(TypedDict):
     step_time_s: float
     """Median over the measured steps with this setting; in the record of the choice, over the steps of the run-off."""
     chosen: bool
-    time: NotRequired[float]
 
 
-class Settled(TypedDict):
+class Settled(_Sent):
     """The order of the pieces of one degree, which training has chosen by the measured times of ops."""
 
     kind: Literal["settled"]
@@ -112,10 +112,9 @@ class Settled(TypedDict):
     forward: str
     backward: str
     """The overlap kind of each direction, with its lag if it has one: `stream:2`."""
-    time: NotRequired[float]
 
 
-class Listed(TypedDict):
+class Listed(_Sent):
     """The lists of a step that were found for one degree (`finding.Found`), by the measured times of ops."""
 
     kind: Literal["listed"]
@@ -133,28 +132,25 @@ class Listed(TypedDict):
     """The same for the pipeline's own order, without overlap."""
     lists: list[list[list[Any]]]
     """For every position, its ops as [kind, direction, layer, part, micro_batch]. In the run folder, they have their own file."""
-    time: NotRequired[float]
 
 
-class Drifted(TypedDict):
+class Drifted(_Sent):
     """Steps take another time than was found, and have done so for long. Training measures anew."""
 
     kind: Literal["drifted"]
     step_time_s: float
     found_s: float
-    time: NotRequired[float]
 
 
-class Saved(TypedDict):
+class Saved(_Sent):
     """A checkpoint of the state after `step` steps."""
 
     kind: Literal["checkpoint"]
     step: int
     path: str
-    time: NotRequired[float]
 
 
-class Beat(TypedDict):
+class Beat(_Sent):
     """A sign of life of a rank. It goes to no file."""
 
     kind: Literal["beat"]
@@ -172,18 +168,18 @@ class Beat(TypedDict):
     waited_s: float
     may_take_s: NotRequired[float | None]
     """Seconds that the present work may take without a change; None is the usual limit."""
-    time: NotRequired[float]
+    ends: NotRequired[bool]
+    """Whether this is the last sign of life of the rank's attempt."""
 
 
-class Grows(TypedDict):
+class Grows(_Sent):
     """The cluster has room for more workers, and they start again from the state after `step` steps. The driver sends this."""
 
     kind: Literal["grows"]
     step: int
-    time: NotRequired[float]
 
 
-class Slow(TypedDict):
+class Slow(_Sent):
     """Other ranks wait for a rank. The driver sends this record when it sees it, and again when it is over."""
 
     kind: Literal["slow"]
@@ -195,21 +191,19 @@ class Slow(TypedDict):
     """The same over its own share before."""
     goes_on: bool
     """False when the others no longer wait for it."""
-    time: NotRequired[float]
 
 
-class Spiked(TypedDict):
-    """The loss of a step is far above the losses before it (`faults/spikes.py`). Training goes on."""
+class Spiked(_Sent):
+    """The loss of a step is far above the losses before it (`faults/guard.py`). Training goes on."""
 
     kind: Literal["spiked"]
     step: int
     loss: float
     median: float
     """The median of the losses before; nats per token, like the loss."""
-    time: NotRequired[float]
 
 
-class Failed(TypedDict):
+class Failed(_Sent):
     """An attempt failed. The driver sends this record."""
 
     kind: Literal["failed"]
@@ -224,18 +218,13 @@ class Failed(TypedDict):
     """Whether another attempt follows, from the step `saved`; otherwise `reason` may say why none does."""
     saved: int
     reason: str
-    time: NotRequired[float]
 
 
 Record = Failed | Grows | Slow | Spiked | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
 
 
 def validated(step: int, validation: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return what Ray gets of a validation after this step. An older one is left out.
-
-    Args:
-        validation: the newest `Validation`; empty before the first one.
-    """
+    """Return what Ray gets of the newest validation, if it came after this step. It is empty before the first one."""
     return {name: validation[name.rpartition("/")[2]] for name in VALIDATED} if validation.get("step") == step else {}
 
 
@@ -249,10 +238,10 @@ def averaged(parts: Sequence[Measured], weights: Sequence[int]) -> Measured:
         return parts[0]
     losses, bits = ([number(part[key]) for part in parts] for key in ("loss", "bits_per_byte"))  # type: ignore[literal-required]
     loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-    lengths = sum(loss / each * weight for loss, each, weight in zip(losses, bits, weights, strict=True))
-    known = all(part["bits_per_byte"] is not None for part in parts)
+    lengths = sum(loss / per_byte * weight for loss, per_byte, weight in zip(losses, bits, weights, strict=True))
+    has_bits = all(part["bits_per_byte"] is not None for part in parts)
     sequences = sum(part["sequences"] for part in parts)
-    return {"loss": loss / sum(weights), "bits_per_byte": loss / lengths if known else None, "sequences": sequences}
+    return {"loss": loss / sum(weights), "bits_per_byte": loss / lengths if has_bits else None, "sequences": sequences}
 
 
 def number(value: float | None) -> float:
@@ -260,9 +249,9 @@ def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def as_json(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of strict JSON. Infinite numbers and NaN become null."""
-    return json.dumps(_finite(record), allow_nan=False)
+def as_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return a record as strict JSON, on one line without `indent`. Infinite numbers and NaN become null."""
+    return json.dumps(_finite(record), allow_nan=False, indent=indent)
 
 
 def _finite(value: Any) -> Any:

@@ -155,24 +155,23 @@ class DeepSpeedEngine:
         A parameter that two stages share has a group of its own, so that the same ranks of both own the same elements of it.
         """
         tied = set(self.model.tied())
-        shared = [[p for p in self.model.parameters() if (p in tied) == alone] for alone in (False, True)]
-        decays = [group for each in shared for group in decay_groups(self.spec, zip(each, each, strict=True))]
+        parts = [[p for p in self.model.parameters() if (p in tied) == is_tied] for is_tied in (False, True)]
+        decays = [group for part in parts for group in decay_groups(self.spec, zip(part, part, strict=True))]
         named = [{**group, "name": f"group_{number}"} for number, group in enumerate(decays)]
         return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
 
     def _sections(self, experts: str) -> list[dict]:
         """Return a parameter group of DeepSpeed for each section of the gradient buffers.
 
-        Args:
-            experts: the key of the experts' groups in DeepSpeed's tables.
+        `experts` is the key of the experts' groups in DeepSpeed's tables.
         """
-        found = []
+        sections = []
         for buffer in self.step.gradients.buffers:
             moe = {"moe": True, "name": experts} if buffer.name == "expert" else {"name": buffer.name}
             for section in buffer.sections:
                 (group,) = decay_groups(self.spec, ((parameter, parameter) for parameter in section.parameters))
-                found.append({**group, **moe})
-        return found
+                sections.append({**group, **moe})
+        return sections
 
     def _give_sums(self) -> None:
         """Give DeepSpeed the sums that this rank owns, as the gradients of its partition of each parameter group."""

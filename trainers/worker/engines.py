@@ -1,4 +1,4 @@
-"""Makes the engine that trains a recipe, and checks that its packages are there."""
+"""Makes the engine that trains a recipe and the backend of its MoE layers, and checks that their packages are there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib.util
 
 import torch
 
+from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.errors import MissingPackage
 from foldray.model import Transformer
-from foldray.moe import MoeBackend
+from foldray.moe import Gate, MoeBackend
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, TorchEngine
 from trainers.hugging_face.weights import Weights
@@ -18,11 +19,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
-    """Make the engine of one rank: its model, backend and optimizer.
-
-    Raises:
-        MissingPackage: the recipe needs a package that is not installed.
-    """
     seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":
@@ -35,22 +31,13 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
 
 
 def read_weights(engine: Engine, recipe: Recipe) -> None:
-    """Read the weights of the folder that a recipe starts from (`training.weights`) into the engine's shards.
-
-    Raises:
-        UserError: the folder has another model, or is damaged.
-    """
+    """Read the weights of the folder that a recipe starts from (`training.weights`) into the engine's shards."""
     assert recipe.training.weights is not None
     weights = Weights.at(recipe.training.weights, "training.weights")
     weights.fill(recipe.model, engine.shards(), dict(engine.model.named_parameters()))
 
 
 def make_backend(recipe: Recipe) -> MoeBackend:
-    """Make the backend of the MoE layers.
-
-    Raises:
-        MissingPackage: the recipe needs a package that is not installed.
-    """
     kind, kernels = recipe.moe.backend, recipe.moe.model_dump(include={"experts", "dispatch", "wire"})
     if kind == "tutel":
         from foldray.moe.tutel import TutelPermutation, tutel_gate
@@ -58,12 +45,30 @@ def make_backend(recipe: Recipe) -> MoeBackend:
         return MoeBackend(gate=tutel_gate(recipe.model), permutation=TutelPermutation(), **kernels)
     if kind == "deepspeed":
         try:
-            from trainers.worker.deepspeed_gates import deepspeed_gate
-
             return MoeBackend(gate=deepspeed_gate(recipe.model), **kernels)
         except ModuleNotFoundError as error:
             raise MissingPackage("moe.backend", kind, error.name or kind, "pip install deepspeed") from None
     return MoeBackend(**kernels)
+
+
+def deepspeed_gate(model: ModelSpec) -> Gate:
+    """Return a gate that calls DeepSpeed: `top1gating` for one expert per token, `topkgating` for more.
+
+    Both get a capacity for all tokens, of which there may be none, so they drop none. foldray's model decides which tokens are
+    dropped, and dispatches them.
+    """
+    from deepspeed.moe.sharded_moe import top1gating, topkgating
+
+    def gate(logits_TE: torch.Tensor, bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        capacity = float(model.experts)  # with E as the factor, one expert can take all tokens
+        if model.topk == 1:
+            routes = top1gating(logits_TE, capacity, min_capacity=0, use_rts=False, sparse_routes=True)
+        else:
+            routes = topkgating(logits_TE, model.topk, capacity, min_capacity=0, drop_policy="position", sparse_routes=True)
+        _, _, _, expert_KT, _, weight_KT, _ = routes
+        return expert_KT.T.long().contiguous(), weight_KT.T.contiguous()
+
+    return gate
 
 
 def check_packages(recipe: Recipe) -> None:

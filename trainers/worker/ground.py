@@ -32,35 +32,25 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def machines(device: torch.device, nodes: Sequence[int]) -> list[list[Any]]:
-    """Return node, host name, processor and number of threads of every rank. All ranks must call this.
-
-    Args:
-        nodes: the number of every rank's node.
-    """
-    own = [platform.node(), processor(device), torch.get_num_threads(), os.cpu_count()]
-    every = [own] * len(nodes)
+    """Return node, host name, processor and number of threads of every rank. All ranks must call this."""
+    machine = [platform.node(), processor(device), torch.get_num_threads(), os.cpu_count()]
+    of_ranks = [machine] * len(nodes)
     if torch.distributed.is_initialized():
-        torch.distributed.all_gather_object(every, own)
-    return [[node, *each] for node, each in zip(nodes, every, strict=True)]
+        torch.distributed.all_gather_object(of_ranks, machine)
+    return [[node, *machine] for node, machine in zip(nodes, of_ranks, strict=True)]
 
 
 def link_rate(groups: Groups, device: torch.device) -> float:
     """Measure the bytes per second that the slowest rank sends to the ranks with which it shares experts or gradients.
 
-    If the experts have ranks of their own, it sends to all ranks.
-
-    All ranks must call this. The result is 0 if no rank communicates in this way.
+    If the experts have ranks of their own, it sends to all ranks. All ranks must call this. The result is 0 if no rank
+    communicates in this way.
     """
     communicators = (
-        groups.rows_up,
-        groups.tokens,
-        groups.tokens_inside,
-        groups.dense_gradients,
-        groups.expert_gradients,
-        groups.context,
+        groups.rows_up, groups.tokens, groups.tokens_inside, groups.dense_gradients, groups.expert_gradients, groups.context,
         groups.tensor,
-    )
-    shared = next((each for each in communicators if each.group is not None), None)
+    )  # fmt: skip
+    shared = next((communicator for communicator in communicators if communicator.group is not None), None)
     seconds = _exchange_seconds(shared, device) if shared else 0.0
     slowest = torch.tensor(seconds / max(1, (shared.size if shared else 1) - 1), dtype=torch.float64, device=device)
     seconds = float(groups.control.all_reduce(slowest, "max"))
@@ -84,4 +74,4 @@ def _exchange_seconds(communicator: Communicator, device: torch.device) -> float
 def alike(now: Mapping[str, float], before: Mapping[str, float]) -> bool:
     """Return whether speeds are as they were, as far as both were measured."""
     pairs = [(now[name], before[name]) for name in now.keys() & before.keys() if now[name] and before[name]]
-    return all(1 / _LIKE < one / other < _LIKE for one, other in pairs)
+    return all(1 / _LIKE < speed / earlier < _LIKE for speed, earlier in pairs)

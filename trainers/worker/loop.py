@@ -32,11 +32,10 @@ from trainers.checkpoints.saver import Saver
 from trainers.checkpoints.stored import Found
 from trainers.data.mixture import Mixture, opened
 from trainers.data.packed import Batches, PackedData, Sequences, Split
-from trainers.faults.ending import AFTER, Preempted
-from trainers.faults.guard import Guard
+from trainers.faults.causes import AFTER, Preempted
+from trainers.faults.guard import Guard, Spikes
 from trainers.faults.lease import check_holder
-from trainers.faults.pulse import Pulse
-from trainers.faults.spikes import Spikes
+from trainers.faults.watch import Pulse
 from trainers.folders import Folder
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
@@ -52,14 +51,10 @@ _EVALUATED = 8  # micro-batches in one evaluation, for each pipeline position
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """Run the training loop; Ray calls this on every worker.
+    """Run the training loop; Ray calls this on every worker. If the checkpoint cannot be read, all ranks raise DamagedCheckpoint.
 
-    Args:
-        config: the recipes by number of workers, as dictionaries, the folder of packed data, the queue for records, the holder
-            of the run's lease, and optionally a search, the checkpoint to start from, and whether steps and data begin anew.
-
-    Raises:
-        DamagedCheckpoint: (on all ranks) the checkpoint cannot be read.
+    The configuration has the recipes by number of workers, as dictionaries, the folder of packed data, the queue for records, the
+    holder of the run's lease, and optionally a search, the checkpoint to start from, and whether steps and data begin anew.
     """
     recipe = Recipe.parse(config["recipes"][ray.train.get_context().get_world_size()])
     torch.set_num_threads(recipe.cluster.cpus_per_worker)
@@ -86,10 +81,6 @@ class Worker:
     """One rank of a training.
 
     Args:
-        recipe: the recipe of the training.
-        data: the packed data.
-        outbox: sends records to the driver.
-        activity: what this rank is doing.
         holder: the driver of this training, as the run's lease names it.
         search: makes the search for degrees and sizes of chunks; None searches nothing.
         start: a checkpoint of another run. The training starts from it if this run has no checkpoint.
@@ -138,11 +129,7 @@ class Worker:
         self.speeds = {"products": self.products, "link": ground.link_rate(self.groups, self.device)}
 
     def run(self, pulse: Pulse) -> dict[str, Any]:
-        """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0.
-
-        Raises:
-            Preempted: the cluster takes a node back.
-        """
+        """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
         totals, done = None, first
@@ -169,11 +156,7 @@ class Worker:
         return {"steps": done, "final_loss": loss, "validation": self.validation, "stopped": done < last}
 
     def _step(self, step: int, stops: bool) -> Totals:
-        """Run one step, numbered from 0.
-
-        Args:
-            stops: whether this rank has been asked to stop.
-        """
+        """Run one step, numbered from 0. `stops` says whether this rank has been asked to stop."""
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
         self.activity.doing = "reads its sequences"
@@ -258,14 +241,14 @@ class Worker:
         return batch_of(split, indices, self.recipe.data.mask_documents, self.device)
 
     def _save(self, done: int, final: bool) -> None:
-        fold, data = self.recipe.fold.model_dump(), {"data": self.data.folder.name, "content": self.data.content}
+        fold, training = self.recipe.fold.model_dump(), self.recipe.training
         fold["placement"] = self.recipe.placement and self.recipe.placement.model_dump()
-        training = self.recipe.training
-        order = {"seed": training.seed, "global_batch": training.global_batch, "order": self.batches.version}
-        progress = {"step": done, **data, "fold": fold, "validation": self.validation, **order}
-        progress["skipped"] = self.guard.skipped
-        found = {"chosen": self.online.chosen, "seconds": self.online.seconds}
-        progress["online"] = {"on": self.ground, "speeds": self.speeds, **found}
+        online = {"on": self.ground, "speeds": self.speeds, "chosen": self.online.chosen, "seconds": self.online.seconds}
+        progress = {
+            "step": done, "data": self.data.folder.name, "content": self.data.content, "fold": fold,
+            "validation": self.validation, "seed": training.seed, "global_batch": training.global_batch,
+            "order": self.batches.version, "skipped": self.guard.skipped, "online": online,
+        }  # fmt: skip
         with self.activity.during("saves a checkpoint", self.saver.limit.total_seconds()):
             metrics = reported(self.last, self.metrics) | validated(done, self.validation)
             self.saver.save(self.engine.shards(), progress, metrics, last=final)
@@ -285,8 +268,8 @@ class Worker:
 
         A training that begins anew with other data has finished none. Its weights and moments are those of the checkpoint.
         """
-        own = ray.train.get_checkpoint()
-        checkpoint = own or self.start
+        newest = ray.train.get_checkpoint()  # of this run
+        checkpoint = newest or self.start
         if checkpoint is None:
             if self.recipe.training.weights is not None:
                 with self.activity.during("loads weights", self.saver.limit.total_seconds()):
@@ -302,7 +285,7 @@ class Worker:
             tensors.load(stored, self.engine.shards(), self.saver.group, during)
             self.engine.load_shards()
         self._recall(stored.progress.online)
-        if own is None and self.anew:
+        if newest is None and self.anew:
             return 0
         step = stored.progress.step
         self.validation, self.guard.skipped = stored.progress.validation, stored.progress.skipped
@@ -311,26 +294,26 @@ class Worker:
             self.outbox.send({"kind": "resumed", "step": step})
         return step
 
-    def _recall(self, known: Found | None) -> None:
+    def _recall(self, earlier: Found | None) -> None:
         """Take over the choice of an earlier search, if it holds for these settings and machines."""
-        if self.search is None or known is None or known.chosen is None:
+        if self.search is None or earlier is None or earlier.chosen is None:
             return
-        knobs, holds = Knobs(*known.chosen), known.on == self.ground and ground.alike(self.speeds, known.speeds)
+        knobs, holds = Knobs(*earlier.chosen), earlier.on == self.ground and ground.alike(self.speeds, earlier.speeds)
         # The first rank decides, because speeds could differ between ranks by rounding.
         (agreed,) = self.groups.control.all_gather(torch.tensor([holds], device=self.device))[:1].tolist()
         if agreed and knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
-            self.online.choose(knobs, known.seconds)
+            self.online.choose(knobs, earlier.seconds)
 
     def _totals(self, losses: list[Losses], stops: bool) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
         by_name = self.groups.traffic.by_name()
         names = {**TRAFFIC, **APART} if self.groups.fold.disjoint else TRAFFIC
         counts = [by_name.get(name, Count()) for name in names]
-        own = [(count.calls, count.inside_bytes, count.across_bytes) for count in counts] + [(stops, _is_preempted(), 0)]
-        sent = torch.tensor(own, dtype=torch.float64, device=self.device)
+        rows = [(count.calls, count.inside_bytes, count.across_bytes) for count in counts] + [(stops, _is_preempted(), 0)]
+        sent = torch.tensor(rows, dtype=torch.float64, device=self.device)
         total = all_losses(losses, self.groups.control, sent)
-        *rows, (stop, preempted, _) = sent.tolist()
-        traffic = {name: Count(*map(int, row)) for name, row in zip(names, rows, strict=True)}
+        *sums, (stop, preempted, _) = sent.tolist()
+        traffic = {name: Count(*map(int, row)) for name, row in zip(names, sums, strict=True)}
         language, balance, z = total.means().tolist()
         tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
         further = float(total.further()) if self.recipe.model.mtp_depth else None
@@ -338,8 +321,8 @@ class Worker:
 
     def _largest_state(self) -> float:
         """Return the bytes of the largest state of a rank, with two numbers for every weight, if nothing is sharded."""
-        own = sum(3 * parameter.numel() * max(parameter.element_size(), 4) for parameter in self.engine.model.parameters())
-        return float(self.groups.control.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.device), "max"))
+        size = sum(3 * parameter.numel() * max(parameter.element_size(), 4) for parameter in self.engine.model.parameters())
+        return float(self.groups.control.all_reduce(torch.tensor(size, dtype=torch.float64, device=self.device), "max"))
 
     def _all_ranks(self, value: float) -> float:
         return float(self.groups.control.all_reduce(torch.tensor(value, dtype=torch.float64, device=self.device)))
@@ -351,13 +334,9 @@ def _is_preempted() -> bool:
 
 
 def batch_of(split: Sequences, indices: Sequence[int] | np.ndarray, documents: bool, device: torch.device) -> Batch:
-    """Make a batch of some sequences: inputs, and targets, of which those that do not count are ignored.
+    """Make a batch of these sequences: inputs, and targets, of which those that do not count are ignored.
 
-    Args:
-        split: the sequences.
-        indices: which of them. There may be none.
-        documents: whether attention stops at the boundaries of documents.
-        device: where the batch goes.
+    There may be no sequences. `documents` says whether attention stops at the boundaries of documents.
     """
     tokens = move(split.tokens(indices), device)
     targets = tokens[:, 1:]
@@ -381,13 +360,10 @@ def _check_node(label: str | None) -> None:
 
     Ray places workers by their labels, but numbers them node by node. If some nodes may have both halves, and others only
     one, a rank may be on a node that is not meant for its half.
-
-    Raises:
-        RuntimeError: the node lacks the label.
     """
     key, _, value = (label or "").partition("=")
-    if label and (found := ray.get_runtime_context().get_node_labels().get(key)) != value:
-        raise RuntimeError(f"a rank that needs a node with {label} runs on one with {key}={found}; give every node one role")
+    if label and (actual := ray.get_runtime_context().get_node_labels().get(key)) != value:
+        raise RuntimeError(f"a rank that needs a node with {label} runs on one with {key}={actual}; give every node one role")
 
 
 def _place(groups: Groups) -> Place:

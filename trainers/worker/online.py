@@ -27,11 +27,9 @@ DRIFT = 0.1
 
 
 class Knobs(NamedTuple):
-    """The settings that may change from one step to the next.
+    """The settings that may change from one step to the next: pieces of a sequence, and bytes of a chunk of gradients.
 
-    Args:
-        degree: pieces of a sequence.
-        sp_bytes: bytes of a chunk of gradients; 0 if the search does not change this size.
+    `sp_bytes` is 0 if the search does not change this size.
     """
 
     degree: int
@@ -65,12 +63,7 @@ Steps = Generator[None, float, None]
 class Online:
     """Changes the settings of a training between its steps. All ranks make the same changes.
 
-    Args:
-        execution: the execution of the steps.
-        groups: the process groups of the rank.
-        device: the device of the rank.
-        orderings: the orderings to choose from, by degree.
-        sizes: whether the search may change the size of gradient chunks.
+    It chooses from orderings, by degree. `sizes` says whether the search may change the size of gradient chunks.
     """
 
     def __init__(
@@ -86,9 +79,7 @@ class Online:
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
         """Measure the first steps, then watch all others. The caller sends the seconds of each step.
 
-        Args:
-            search: makes the search; None changes no setting. A setting that was chosen before is kept until steps drift.
-            tell: takes a record of every trial, of the choice, and of steps that drift.
+        Without a search, no setting changes. A setting that was chosen before is kept until steps drift.
         """
         changes = search is not None or self.execution.lacks_costs
         yield from self._learn(tell)
@@ -132,15 +123,11 @@ class Online:
         self.choose(min(medians, key=medians.__getitem__))
         assert self.chosen is not None
         record(self.chosen, medians[self.chosen], True)
-        if self.sizes and (own := self._listed.get(self.chosen, (None, None))[1]) is not None:
-            tell(own)  # the list for another size may have been told last
+        if self.sizes and (listed := self._listed.get(self.chosen, (None, None))[1]) is not None:
+            tell(listed)  # the list for another size may have been told last
 
     def choose(self, knobs: Knobs, seconds: float | None = None) -> None:
-        """Use a setting for all following steps.
-
-        Args:
-            seconds: seconds of a step with this setting; None measures them.
-        """
+        """Use a setting for all following steps, which take so many seconds; None measures them."""
         self._turn_to(knobs)
         self.chosen, self.seconds = knobs, seconds
 
@@ -148,10 +135,7 @@ class Online:
         """Watch steps until their time has changed for long. Without a known time, the first median is the time."""
         drifted = 0
         while drifted < self._patience:
-            seconds = []
-            for _ in range(WATCHED):
-                seconds.append((yield))
-            now = self._slowest(seconds)
+            now = self._slowest((yield from _seconds(WATCHED)))
             self.seconds = self.seconds or now
             drifted = drifted + 1 if abs(now / self.seconds - 1) > DRIFT else 0
         if self.groups.control.index == 0 and self.seconds:
@@ -167,17 +151,15 @@ class Online:
     @property
     def _now(self) -> Knobs:
         ordering = self.execution.ordering
-        degree = ordering.degree
-        return Knobs(degree, (ordering.reduction.bytes or 0) if self.sizes else 0)
+        return Knobs(ordering.degree, (ordering.reduction.bytes or 0) if self.sizes else 0)
 
     def _turn_to(self, knobs: Knobs) -> None:
         """Use a setting from the next step on."""
-        now = self.execution.ordering
         if knobs == self._now:
             return
-        ordering = now
+        ordering = self.execution.ordering
         if knobs.degree != self._now.degree:
-            ordering = self._settled.get(knobs.degree, self.orderings[knobs.degree])._replace(reduction=now.reduction)
+            ordering = self._settled.get(knobs.degree, self.orderings[knobs.degree])._replace(reduction=ordering.reduction)
         if knobs.sp_bytes:
             ordering = ordering._replace(reduction=ordering.reduction._replace(bytes=knobs.sp_bytes))
         found = self._listed.get(knobs, (None, None))[0]  # a list has the chunks of one size
@@ -213,10 +195,7 @@ class Online:
         """Run some steps with a setting, and return their seconds without the warm-up steps."""
         self._turn_to(knobs)
         yield from self._learn(tell)
-        seconds = []
-        for _ in range(count):
-            seconds.append((yield))
-        return seconds[warm_up:]
+        return (yield from _seconds(count))[warm_up:]
 
     def _range(self) -> tuple[int, int] | None:
         """Return the smallest and the largest size of chunks. The largest one is the largest buffer of all ranks."""
@@ -236,3 +215,11 @@ class Online:
         """Return the median seconds of the slowest rank."""
         value = torch.tensor(median(seconds), dtype=torch.float64, device=self.device)
         return float(self.groups.control.all_reduce(value, "max"))
+
+
+def _seconds(count: int) -> Generator[None, float, list[float]]:
+    """Let so many steps run, and return their seconds."""
+    seconds = []
+    for _ in range(count):
+        seconds.append((yield))
+    return seconds

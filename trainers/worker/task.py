@@ -14,7 +14,7 @@ def train_on_worker(config: dict[str, Any]) -> dict[str, Any]:
     A damaged checkpoint becomes a result with the name of the file, because it is no fault of the workers.
     """
     from trainers.checkpoints.stored import DamagedCheckpoint
-    from trainers.faults.ending import sendable
+    from trainers.faults.causes import sendable
     from trainers.worker.loop import train_loop
 
     try:

@@ -101,7 +101,7 @@ def _backend(name: str, model: ModelSpec) -> MoeBackend:
         from foldray.moe.tutel import TutelPermutation, tutel_gate
 
         return MoeBackend(gate=tutel_gate(model), permutation=TutelPermutation())
-    from trainers.worker.deepspeed_gates import deepspeed_gate
+    from trainers.worker.engines import deepspeed_gate
 
     return MoeBackend(gate=deepspeed_gate(model))
 

@@ -20,10 +20,9 @@ from ray.train.v2._internal.execution.storage import StorageContext
 
 from foldray.runtime import Shard
 from tests.trainers.checkpoints.damage import FILE, load, shards_of, state
-from trainers.checkpoints import copying, tensors
-from trainers.checkpoints.copying import written_to
+from trainers.checkpoints import saver, tensors
 from trainers.checkpoints.reading import time_for
-from trainers.checkpoints.saver import Saver
+from trainers.checkpoints.saver import Saver, written_to
 from trainers.checkpoints.stored import Stored
 from trainers.faults.lease import LeaseLost, check_holder
 from trainers.folders import Folder
@@ -129,7 +128,7 @@ def test_ray_does_not_upload_again(storage: Storage, save: Callable[[], None], t
     storage.failures, storage.message = 100, f"When uploading a file: {token} during PutObject operation: busy"
     with pytest.raises(OSError, match=f"a file: {token.lower()} during PutObject operation: busy"):
         save()
-    assert storage.calls == {"write": 1, "copy": 1 + len(copying.PAUSES_S)}
+    assert storage.calls == {"write": 1, "copy": 1 + len(saver.PAUSES_S)}
 
 
 def test_other_errors_stay_as_they_are(storage: Storage, save: Callable[[], None]) -> None:

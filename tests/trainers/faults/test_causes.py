@@ -12,8 +12,17 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from foldray.errors import UserError
 from tests.trainers.driver.faulty import Odd
-from trainers.faults.causes import identity, reason, root_cause, steps_before, told_first, tracebacks
-from trainers.faults.ending import AFTER, WorkerError, sendable
+from trainers.faults.causes import (
+    AFTER,
+    WorkerError,
+    identity,
+    reason,
+    root_cause,
+    sendable,
+    steps_before,
+    told_first,
+    tracebacks,
+)
 
 
 def raised(error: Exception) -> Exception:

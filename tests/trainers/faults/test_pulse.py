@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from foldray.comm import Activity
-from trainers.faults.pulse import STALLED, Pulse
+from trainers.faults.watch import STALLED, Pulse
 from trainers.telemetry.mailbox import Outbox
 
 

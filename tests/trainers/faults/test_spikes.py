@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from trainers.faults.spikes import Spikes
+from trainers.faults.guard import Spikes
 
 
 def found(losses: list[float]) -> list[int]:

@@ -72,7 +72,7 @@ def test_standing_still_is_told_by_the_ranks() -> None:
 def test_a_rank_is_silent_if_others_are_not() -> None:
     """Time counts while the driver looks every ten seconds, and not while it stands still itself."""
 
-    def silent_after(looks: int, **changes: Any) -> bool:
+    def silent_after(looks: int, **changes: Any) -> tuple[int, ...]:
         found = Watch()
         for number in range(looks + 1):
             found.receive(beat(0), now=10.0 * number)
@@ -81,9 +81,10 @@ def test_a_rank_is_silent_if_others_are_not() -> None:
             silent = found.silent(60.0, now=10.0 * number + 1.0)
         return silent
 
-    assert [silent_after(looks) for looks in (6, 7)] == [False, True]
+    assert [silent_after(looks) for looks in (6, 7)] == [(), (1,)]
     assert not silent_after(50, trained_s=0.0), "it is being built"
-    assert [silent_after(looks, may_take_s=200.0) for looks in (20, 21)] == [False, True]
+    assert not silent_after(50, ends=True), "its attempt has ended"
+    assert [silent_after(looks, may_take_s=200.0) for looks in (20, 21)] == [(), (1,)]
     late = watch(beat(0), beat(1))
     assert not late.silent(60.0, now=1001.0)
     late.receive(beat(0), now=9000.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainers.pictures.speed import draw_speed
-from trainers.telemetry.speed import Speed
+from trainers.telemetry.history import Speed
 
 FAILED = {"kind": "failed", "time": 5.0, "step": 3, "what": "node 10.0.0.4 was lost", "goes_on": True, "saved": 2}
 

@@ -12,10 +12,9 @@ from tests.trainers.telemetry.records import step
 from trainers.pictures.health import draw_health
 from trainers.pictures.speed import draw_speed
 from trainers.pictures.training import draw_expert_load, draw_loss
-from trainers.telemetry.history import History
+from trainers.telemetry.history import History, Steps
 from trainers.telemetry.metrics import METRICS
 from trainers.telemetry.records import Step
-from trainers.telemetry.steps import Steps
 
 ELSEWHERE = {"kind", "load", "by_layer", "traffic"}
 
