@@ -112,10 +112,12 @@ def ranks() -> Iterator[RankPools]:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """A Ray cluster of two CPUs on this machine. All tests share it, because starting Ray is slow."""
+    from trainers.cluster.joining import start_ray
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         patch.setenv("RAY_worker_niceness", "0")  # otherwise workers wait for all else that runs on the machine
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        start_ray(num_cpus=2, log_to_driver=False, logging_level="ERROR")
         yield
         ray.shutdown()

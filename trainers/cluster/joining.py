@@ -59,12 +59,25 @@ def connect(recipe: Recipe, crowded: bool = False) -> None:
         cpus = max(os.cpu_count() or 1, recipe.cluster.workers * recipe.cluster.cpus_per_worker) if crowded else None
         _make_token()
         try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **_SILENT)
+            start_ray(num_cpus=cpus, object_store_memory=_OBJECT_STORE, **_SILENT)
         except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
             reason = " ".join(str(error).split())[:160]
             raise UserError("cluster.address", None, f"Ray does not start on this machine ({reason})") from None
         return
     join(address)
+
+
+def start_ray(**options: Any) -> None:
+    """Start Ray on this machine. If its processes do not start within the half minute that Ray gives them, try once more: the
+    machine may be busy."""
+    for is_last in (False, True):
+        try:
+            ray.init(address="local", include_dashboard=False, **options)
+            return
+        except Exception:
+            ray.shutdown()
+            if is_last:
+                raise
 
 
 def join(address: str | None, field: str = "cluster.address") -> None:
