@@ -38,14 +38,15 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
     """Yield a row (key, legal values, default, description) for every recipe key."""
     for name, field in model.model_fields.items():
         section, named = _section(field.annotation), _named_section(field.annotation)
+        about = " ".join((field.description or "").split())
         if section is not None:
             yield from describe(section, f"{prefix}{name}.")
         elif named is not None:
-            yield f"{prefix}{name}", "sections by name|null", _as_yaml(field.default), field.description or ""
+            yield f"{prefix}{name}", "sections by name|null", _as_yaml(field.default), about
             yield from describe(named, f"{prefix}{name}.{NAME}.")
         else:
             default = "required" if field.is_required() else _as_yaml(field.default)
-            yield f"{prefix}{name}", _legal(field), default, field.description or ""
+            yield f"{prefix}{name}", _legal(field), default, about
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
