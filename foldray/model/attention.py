@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +17,10 @@ from torch import nn
 from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec
 from foldray.comm import Groups, Pending, scatter_sequence
 from foldray.kernels.later import Later, product
-from foldray.model.context import context_attention
+from foldray.model.context import ContextMode, context_attention
 from foldray.model.rotary import Rotation, rotation
-from foldray.model.shards import by_member, in_order
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
-
-ContextMode = Literal["ring", "all_gather"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +56,6 @@ class Attention(nn.Module, ABC):
 
     Args:
         share: this rank's heads.
-        model: the model.
         context: how keys and values reach the other context-parallel ranks: around a ring, or in one all-gather.
     """
 
@@ -71,13 +66,11 @@ class Attention(nn.Module, ABC):
         groups: Groups,
         context: ContextMode = "ring",
         later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context
         self.later = later or Later()
-        self.out = nn.Parameter(torch.empty(share.outputs, model.hidden, device=device, dtype=dtype))
+        self.out = nn.Parameter(torch.empty(share.outputs, model.hidden))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
         self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
         self._make(model)
@@ -103,7 +96,7 @@ class Attention(nn.Module, ABC):
     def store(self, gathered: torch.Tensor, place: Place, memory: KeysAndValues) -> None:
         """Store the gathered keys and values of a slice."""
         sight = place.sights[self.share.window]
-        k_BGTD, v_BGTV = in_order(gathered, sight).split((self.share.key_dim, self.share.value_dim), dim=-1)
+        k_BGTD, v_BGTV = sight.in_order(gathered).split((self.share.key_dim, self.share.value_dim), dim=-1)
         memory.put(k_BGTD, v_BGTV, sight)
 
     def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KeysAndValues) -> torch.Tensor:
@@ -117,7 +110,7 @@ class Attention(nn.Module, ABC):
         reduce-scatter would hold up the host.
         """
         sight = place.sights[self.share.window]
-        share = by_member(memory.take_gradient(sight), sight)
+        share = sight.by_member(memory.take_gradient(sight))
         rows = [len(share) // self.ring.size] * self.ring.size
         return self.ring.start_all_to_all(share, rows, rows)
 

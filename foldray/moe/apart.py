@@ -10,7 +10,6 @@ Legend: T tokens, H hidden, K experts per token, N rows, R ranks of experts that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch import nn
 from foldray.blueprint import Ownership
 from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatter_rows
 from foldray.fold.routes import Routes
+from foldray.kernels.experts import Kind
 from foldray.kernels.later import Later
 from foldray.moe import once
 from foldray.moe.contracts import Rows
@@ -136,20 +136,11 @@ def _receive(
 class TokenHalf(nn.Module):
     """The half of a MoE layer on a rank that owns tokens: router, shared expert, and the sums of results."""
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        layer: int,
-        groups: Groups,
-        gate: Gate | None = None,
-        shared: nn.Module | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, ownership: Ownership, groups: Groups, gate: Gate | None = None, shared: nn.Module | None = None):
         super().__init__()
         model = ownership.model
         self.all_experts, self.ranks, self.topk, self.hidden = model.experts, ownership.fold.ep, model.topk, model.hidden
-        self.router = Router(model, groups, gate, device, dtype)
+        self.router = Router(model, groups, gate)
         self.shared = shared
 
     def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
@@ -167,18 +158,16 @@ class ExpertHalf(nn.Module):
         ownership: Ownership,
         layer: int,
         groups: Groups,
-        kind: Literal["grouped", "loop"] = "grouped",
+        kind: Kind = "grouped",
         wire: Wire | None = None,
         later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         moe, hidden = ownership.share(layer).moe, ownership.model.hidden
         assert moe, f"block {layer} is dense"
         self.hidden, self.topk, self.slices = hidden, ownership.model.topk, groups.expert_slices
         ids = ownership.experts(groups.rank)
-        self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later, device, dtype)
+        self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later)
         self.exchange = ExpertExchange(groups, *ownership.attention_around(layer), wire)
 
     def run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:

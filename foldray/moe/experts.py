@@ -7,7 +7,6 @@ rank's share of an expert, W width of its first product (2F with a gate).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch import nn
 from foldray.blueprint import FeedForwardSpec
 from foldray.blueprint.parts import Parts, columns, ffn_columns
 from foldray.comm import Communicator, gather_rows, scatter_rows
-from foldray.kernels.experts import Biases, expert_ffn
+from foldray.kernels.experts import Biases, Kind, expert_ffn
 from foldray.kernels.later import Later
 from foldray.kernels.permutation import combine, permute, sort_by_expert
 from foldray.moe.contracts import Received, Rows
@@ -30,7 +29,6 @@ class Experts(nn.Module):
     Args:
         ids: global ids of the experts.
         share: sizes of this rank's share of an expert.
-        hidden: H.
         slices: communicator of the ETP ranks.
         kind: how `expert_ffn` computes.
         later: where gradients of weights may be left for later.
@@ -42,15 +40,13 @@ class Experts(nn.Module):
         share: FeedForwardSpec,
         hidden: int,
         slices: Communicator,
-        kind: Literal["grouped", "loop"] = "grouped",
+        kind: Kind = "grouped",
         later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.ids, self.share, self.slices, self.kind, self.later = ids, share, slices, kind, later or Later()
-        self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
+        self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width))
+        self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden))
         self.up_bias = nn.Parameter(self.up.new_empty(len(ids) * share.width)) if share.bias else None
         self.down_bias = nn.Parameter(self.up.new_empty(len(ids) * hidden)) if share.bias else None
 

@@ -58,15 +58,13 @@ class MoELayer(nn.Module):
         backend: MoeBackend,
         shared: nn.Module | None = None,
         later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         model, moe = ownership.model, ownership.share(layer).moe
         assert moe, f"block {layer} is dense"
         ids = ownership.experts(groups.rank)
-        self.router = Router(model, groups, backend.gate, device, dtype)
-        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later, device, dtype)
+        self.router = Router(model, groups, backend.gate)
+        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later)
         self.shared = shared
         self.exchange = AllToAll(groups, backend.formats)
         self.permutation = backend.permutation or TorchPermutation()

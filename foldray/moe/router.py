@@ -18,7 +18,7 @@ from torch import nn
 from foldray.blueprint import ModelSpec, RouterSpec
 from foldray.comm import Groups
 from foldray.kernels.capacity import capacity, keep_within
-from foldray.kernels.wide import wide_product
+from foldray.kernels.wide import at_least_float32, wide_product
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.pattern import Pattern
 from foldray.moe.sequence import Sequences
@@ -72,23 +72,16 @@ class Router(nn.Module):
         pattern: chooses the experts instead of the gate, for measurements; None for the gate.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        groups: Groups,
-        gate: Gate | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, model: ModelSpec, groups: Groups, gate: Gate | None = None):
         super().__init__()
         self.model, self.spec, self.sequences = model, model.router, Sequences(groups)
         self.gate: Gate = gate or TopKGate(model)
         skew = model.router.skew
         self.pattern = None if skew is None else Pattern(model.experts, model.topk, skew)
-        self.weight = nn.Parameter(torch.empty(model.hidden, model.experts, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(model.hidden, model.experts))
         self.logit_bias = nn.Parameter(self.weight.new_empty(model.experts)) if model.router.logit_bias else None
         self.bias: torch.Tensor
-        self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
+        self.register_buffer("bias", torch.zeros(model.experts, dtype=at_least_float32(self.weight)))
 
     def forward(self, x_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
@@ -224,7 +217,3 @@ def _count(expert_TK: torch.Tensor, sequences: int, experts: int) -> torch.Tenso
     """Count assignments per sequence and expert: int64 [B, E]."""
     chosen_BN = _by_sequence(expert_TK, sequences).flatten(1)
     return chosen_BN.new_zeros(sequences, experts).scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
