@@ -24,9 +24,6 @@ def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -
     Args:
         field: the recipe key that names the row.
         kind: the type of the rows.
-
-    Raises:
-        UserError: no row has this name, or `module:NAME` cannot be imported or names an object of another type.
     """
     if name in table:
         return table[name]
@@ -41,11 +38,7 @@ def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -
 
 
 def imported(field: str, name: str, legal: Iterable[str] | None = None) -> Any:
-    """Import the object that `module:NAME` names.
-
-    Raises:
-        UserError: the import fails, or the module has no attribute NAME.
-    """
+    """Import the object that `module:NAME` names."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -43,11 +43,7 @@ class Layout:
         return [range(end - size, end) for end, size in zip(ends, self.slices or (length,), strict=True)]
 
     def chunks(self, part: range) -> tuple[range, ...]:
-        """Return this rank's shard of a slice, chunk by chunk, in the order in which the rank holds the positions.
-
-        Raises:
-            UserError: the slice cannot be shared out evenly.
-        """
+        """Return this rank's shard of a slice, chunk by chunk, in the order in which the rank holds the positions."""
         check_length(len(part), self.cp, self.tp, "data.seq_len" if self.slices is None else "schedule.slices")
         if self.cp == 1:
             return (part,)
@@ -78,9 +74,6 @@ def check_length(length: int, cp: int, tp: int, key: str = "data.seq_len") -> No
 
     Args:
         key: the key of the recipe that sets the length.
-
-    Raises:
-        UserError: `length` is not a multiple of `smallest_slice`.
     """
     unit = smallest_slice(cp, tp)
     if length % unit:

@@ -74,9 +74,6 @@ class Ownership:
         fold: the fold.
         virtual_stages: stages per pipeline position.
         stage_layers: number of blocks of each stage of attention; None cuts evenly.
-
-    Raises:
-        UserError: the fold does not divide the model, or the blocks cannot be cut into these stages.
     """
 
     model: ModelSpec
@@ -240,11 +237,7 @@ def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
 
 
 def check_apart(model: ModelSpec) -> None:
-    """Check that the experts may have ranks of their own.
-
-    Raises:
-        UserError: the model predicts further tokens.
-    """
+    """Check that the experts may have ranks of their own."""
     if model.mtp_depth:
         raise UserError("model.mtp_depth", model.mtp_depth, "must be 0 if the experts have workers of their own (placement)", [0])
 

@@ -57,9 +57,6 @@ def make_stages(
     Args:
         sizes: number of blocks of each stage; None cuts evenly, longer stages first.
         further: number of blocks of multi-token prediction. They come after the others, in the last stage.
-
-    Raises:
-        UserError: there are fewer blocks than stages, or `sizes` does not fit.
     """
     count = pp * virtual_stages
     if count > layers:

@@ -37,11 +37,7 @@ def explain(given: argparse.Namespace) -> int:
 
 
 def _explained_recipe(given: argparse.Namespace) -> Recipe | None:
-    """Return the recipe whose fold is explained; None if options say the fold.
-
-    Raises:
-        UserError: both or neither say the fold.
-    """
+    """Return the recipe whose fold is explained; None if options say the fold."""
     if given.recipe is None:
         if given.world_size is None:
             raise UserError("arguments", "nothing", "the following arguments are required: --world-size, or a RECIPE")
@@ -74,11 +70,7 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:
-    """Return the fold that the user asked for.
-
-    Raises:
-        UserError: the fold is illegal; the message names the nearest legal folds.
-    """
+    """Return the fold that the user asked for."""
     sizes = {axis: getattr(given, axis) for axis in AXES}
     apart = {"expert_ranks": given.expert_ranks, "expert_pp": given.expert_pp}
     shown = given.world_size <= MOST_RANKS

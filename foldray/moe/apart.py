@@ -27,13 +27,7 @@ from foldray.moe.wire import Format, Wire, write
 
 
 class TokenExchange:
-    """The exchange of a rank that owns tokens, with the experts of one position.
-
-    Args:
-        groups: the fold's communicators.
-        position: the position of the experts.
-        wire: how rows are written; None leaves them as they are.
-    """
+    """The exchange of a rank that owns tokens, with the experts of one position."""
 
     def __init__(self, groups: Groups, position: int, wire: Wire | None = None):
         fold = groups.fold
@@ -58,18 +52,12 @@ class TokenExchange:
             ready: whether to start at once: `counts` would not wait, or the rows go to a GPU. There, a receive that another
                 thread starts would come out of order, and communicators that share a device need one order on all ranks.
         """
-
         return _receive(self._line, self._down, self._receivers, like, counts, self._back, ready)
 
 
 class ExpertExchange:
-    """The exchange of a rank that owns experts, with the attention before them and the attention after them.
-
-    Args:
-        groups: the fold's communicators.
-        before, after: positions of the attention that sends rows, and of the one that gets the results.
-        wire: how rows are written; None leaves them as they are.
-    """
+    """The exchange of a rank that owns experts: `before` is the position of the attention that sends rows, `after` that of the
+    one that gets the results."""
 
     def __init__(self, groups: Groups, before: int, after: int, wire: Wire | None = None):
         fold, routes = groups.fold, Routes(groups.fold)
@@ -108,7 +96,6 @@ class ExpertExchange:
 def _send(
     communicator: Communicator, members: Sequence[int], tensors: Rows, counts: Sequence[int], form: Format | None
 ) -> Pending:
-    """Start to send rows in a format of the wire, and what is beside them."""
     travels, _ = write(tensors, form)
     return communicator.send_rows(travels, dict(zip(members, counts, strict=True)))
 
@@ -122,12 +109,10 @@ def _receive(
     form: Format | None,
     ready: bool,
 ) -> Pending:
-    """Start to receive rows from members, in the line, as soon as their numbers are known (`TokenExchange.start_back`)."""
-
     def begin() -> Pending:
         known = counts()
         empty, read = write(like, form)  # as the sender writes them
-        into = [each.new_empty((sum(known), *each.shape[1:])) for each in empty]
+        into = [tensor.new_empty((sum(known), *tensor.shape[1:])) for tensor in empty]
         return communicator.receive_rows(into, dict(zip(members, known, strict=True))).then(read)
 
     return line.start(begin, ready)
@@ -179,5 +164,5 @@ class ExpertHalf(nn.Module):
             return self.experts.weighted_sum(rows_NH, weight_NK, expert_NK)
         count = torch.full((1,), len(rows_NH), device=rows_NH.device)
         rows = self.slices.all_gather(count).tolist()
-        rows_NH, weight_NK, expert_NK = (gather_rows(each, self.slices, rows) for each in (rows_NH, weight_NK, expert_NK))
+        rows_NH, weight_NK, expert_NK = (gather_rows(x, self.slices, rows) for x in (rows_NH, weight_NK, expert_NK))
         return scatter_rows(self.experts.weighted_sum(rows_NH, weight_NK, expert_NK), self.slices, rows)

@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
         Rows are gathered over ETP, and results are summed over ETP.
         """
-        rows_NH, *beside = (gather_rows(each, self.slices, received.rows_by_slice) for each in rows)
+        rows_NH, *beside = (gather_rows(x, self.slices, received.rows_by_slice) for x in rows)
         if beside:
             weight_NK, expert_NK = beside
             y_NH = self.weighted_sum(rows_NH, weight_NK, expert_NK, received.rows_by_expert)
@@ -69,9 +69,7 @@ class Experts(nn.Module):
         """Return the weighted sum of each row's experts on this rank: [N, H] → [N, H].
 
         Args:
-            rows_NH: the rows, in any order.
-            weight_NK: the weights of their experts.
-            expert_NK: the numbers of their experts on this rank; −1 for experts of other ranks.
+            expert_NK: the numbers of the experts on this rank; −1 for experts of other ranks.
             counts: number of rows of each local expert, if the host knows it; with None, it waits for the device.
         """
         kept = None if counts is None else sum(counts)
@@ -89,13 +87,13 @@ class Experts(nn.Module):
 
     def parts(self) -> Parts:
         names, inner, hidden = self.share.activation.inwards, self.share.inner, self.down.shape[-1]
-        found: Parts = {"up": [], "down": [], "down_bias": []}
+        parts: Parts = {"up": [], "down": [], "down_bias": []}
         for i, expert in enumerate(self.ids):
-            found["up"] += [(f"{expert}.{part}", index) for part, index in ffn_columns(names, inner, (i, slice(None)))]
-            found["down"].append((f"{expert}.down", (i,)))
-            found["down_bias"].append((f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),)))
+            parts["up"] += [(f"{expert}.{part}", index) for part, index in ffn_columns(names, inner, (i, slice(None)))]
+            parts["down"].append((f"{expert}.down", (i,)))
+            parts["down_bias"].append((f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),)))
         biases = [f"{expert}.{part}_bias" for expert in self.ids for part in names]
-        return found | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
+        return parts | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
 
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:

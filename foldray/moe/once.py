@@ -20,13 +20,7 @@ from foldray.moe.router import Routing
 
 
 class Chosen(NamedTuple):
-    """The experts of tokens.
-
-    Args:
-        expert_TK: their numbers.
-        weight_TK: their weights.
-        keep_TK: which of them count, bool; None if all do.
-    """
+    """The numbers and weights of tokens' experts, and which of them count (bool; None if all do)."""
 
     expert_TK: torch.Tensor
     weight_TK: torch.Tensor
@@ -60,18 +54,15 @@ class OncePerRank(NamedTuple):
         """Return rows [T · D, H], their weights, and the numbers of their experts; and the state that `decode` needs."""
         experts, chosen, places = routing.tally.count_BE.shape[1], Chosen.of(routing), self.ranks // self.inside
         room = len(x_TH) * min(routing.expert_TK.shape[1], places)
-        found = encode(x_TH, chosen, experts, places, room)
-        chosen_TK = routing.expert_TK
-        if routing.keep_TK is not None:
-            chosen_TK = chosen_TK.masked_fill(~routing.keep_TK, experts)
-        chosen_M = chosen_TK.flatten()
+        encoded = encode(x_TH, chosen, experts, places, room)
+        chosen_M = chosen.owners(experts, experts).flatten()
         rows_E = chosen_M.new_zeros(experts + 1).scatter_add_(0, chosen_M, torch.ones_like(chosen_M))[:experts]
-        memory, rows_P = (found.token_N, found.position_TD), found.goes_TR.sum(0)
+        memory, rows_P = (encoded.token_N, encoded.position_TD), encoded.goes_TR.sum(0)
         rows_R, rows_N = rows_P, None
         if self.inside > 1:
             rows_R, rows_N = _goes(chosen.owners(experts, self.ranks), self.ranks).sum(0), rows_P
         sent = Sent(rows_E, memory, rows_R=rows_R, rows_N=rows_N, room=room)
-        return (found.rows_NH, found.weight_NK, found.expert_NK), sent
+        return (encoded.rows_NH, encoded.weight_NK, encoded.expert_NK), sent
 
     def decode(self, y_NH: torch.Tensor, sent: Sent) -> torch.Tensor:
         """Return the sum of each token's rows: [N, H] → [T, H]."""
@@ -103,12 +94,10 @@ def encode(x_TH: torch.Tensor, chosen: Chosen, experts: int, ranks: int, room: i
     """Copy tokens to rows.
 
     Args:
-        x_TH: the tokens.
-        chosen: their experts. Those that do not count make no rows.
+        chosen: the tokens' experts. Those that do not count make no rows.
         experts: number of all experts, a multiple of `ranks`. Each rank has a run of them.
-        ranks: R.
-        room: number of rows to make, at least as many as there are pairs of a token and a rank. Those behind the pairs hold any
-            token, no weight and no expert. With None, the host waits for the device, and makes as many rows as pairs.
+        room: number of rows to make, at least as many as there are pairs of a token and a rank. Rows behind the pairs are padding:
+            they hold any token, no weight and no expert. With None, the host waits for the device, and makes no padding.
     """
     (tokens, topk), owner_TK = chosen.expert_TK.shape, chosen.owners(experts, ranks)
     goes_TR = _goes(owner_TK, ranks)
@@ -116,8 +105,8 @@ def encode(x_TH: torch.Tensor, chosen: Chosen, experts: int, ranks: int, room: i
     rows = int(goes_TR.sum()) if room is None else room
     # What belongs to no row goes to one more row, which is cut off.
     place_TR = torch.where(goes_TR, position_TR, rows)
-    each_T = torch.arange(tokens, device=owner_TK.device)
-    token_N = each_T.new_zeros(rows + 1).scatter_(0, place_TR.flatten(), each_T.repeat_interleave(ranks))[:rows]
+    token_T = torch.arange(tokens, device=owner_TK.device)
+    token_N = token_T.new_zeros(rows + 1).scatter_(0, place_TR.flatten(), token_T.repeat_interleave(ranks))[:rows]
     place_TK = torch.cat([place_TR, place_TR.new_full((tokens, 1), rows)], 1).gather(1, owner_TK)
     slot_M = (place_TK * topk + torch.arange(topk, device=place_TK.device)).flatten()
     weight_NK = chosen.weight_TK.new_zeros((rows + 1) * topk).scatter(0, slot_M, chosen.weight_TK.flatten())

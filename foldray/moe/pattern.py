@@ -19,8 +19,7 @@ _GOLDEN = 0.6180339887498949  # multiples of the golden ratio fill the unit inte
 class Pattern:
     """Chooses experts by systematic sampling (Madow 1949): each has exactly its share of the tokens, up to a token or so.
 
-    Args:
-        experts, topk, skew: as for `expert_shares`.
+    `expert_shares` says what the shares are.
     """
 
     def __init__(self, experts: int, topk: int, skew: float):
@@ -33,12 +32,8 @@ class Pattern:
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def choose(self, position_s: torch.Tensor, sequences: int) -> torch.Tensor:
-        """Return the experts of all tokens of a piece, int64 [B·s, K], all different for a token.
-
-        Args:
-            position_s: positions of the piece in their sequences.
-            sequences: B, which all have these positions.
-        """
+        """Return the experts of all tokens of a piece, int64 [B·s, K], all different for a token. All sequences have the same
+        positions in the piece."""
         bound_E, order_E = self._on(position_s.device)
         point_sK = (position_s.double() * _GOLDEN % 1.0).unsqueeze(1) + torch.arange(self.topk, device=position_s.device)
         return order_E[torch.searchsorted(bound_E, point_sK, right=True)].repeat(sequences, 1)

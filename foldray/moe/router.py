@@ -87,21 +87,17 @@ class Router(nn.Module):
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
 
         With `drop_scope: sequence`, all ranks that share the sequences must call this.
-
-        Args:
-            x_TH: the tokens of the piece.
-            piece: where they belong.
         """
         sequences, length, before, position_s = piece
         experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
-        own = x_TH.shape[0] // max(sequences, 1)
-        length = own if length is None else length
+        piece_length = x_TH.shape[0] // max(sequences, 1)
+        length = piece_length if length is None else length
         if self.pattern is None:
             expert_TK, weight_TK = self.gate(logits_TE, self.bias)
         else:
-            position_s = torch.arange(own, device=x_TH.device) if position_s is None else position_s
+            position_s = torch.arange(piece_length, device=x_TH.device) if position_s is None else position_s
             expert_TK = self.pattern.choose(position_s, sequences)
             weight_TK = weights(values(logits_TE, self.spec), expert_TK, self.spec)
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
@@ -127,11 +123,11 @@ class Router(nn.Module):
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None, None
-        own = expert_TK.shape[0] // max(sequences, 1)
+        piece_length = expert_TK.shape[0] // max(sequences, 1)
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
         # "probability" chooses within a piece. "position" chooses within all pieces, and needs the counts of earlier pieces.
-        tokens = (own if drop == "probability" else length) * ranks
+        tokens = (piece_length if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:
             expert_BLK, score_BLK = (self.sequences.whole(_by_sequence(x, sequences)) for x in (expert_TK, score_TK))
@@ -141,15 +137,11 @@ class Router(nn.Module):
         keep_TK = keep_within(limit, expert_TK, score_TK, sequences, experts, drop, before_BE)
         if shared:
             keep_TK = self.sequences.own(keep_TK.view_as(expert_BLK)).flatten(0, 1)
-        return keep_TK, min(limit, own) * sequences, competed_BE
+        return keep_TK, min(limit, piece_length) * sequences, competed_BE
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:
-        """Move the bias by `bias_rate` towards an even use of the experts.
-
-        Args:
-            count_E: number of assignments to each expert, over all micro-batches of an optimizer step and all ranks.
-        """
+        """Move the bias by `bias_rate` towards an even use of the experts, by the assignments of a step on all ranks."""
         if self.spec.bias_rate:
             count_E = count_E.to(self.bias.dtype)
             self.bias += self.spec.bias_rate * torch.sign(count_E.mean() - count_E)

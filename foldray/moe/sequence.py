@@ -57,7 +57,6 @@ class Sequences:
         return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK).own_s]
 
     def _positions(self, x_BLK: torch.Tensor) -> _Positions:
-        """Return the positions that the ranks hold. They are made once for each length."""
         length, device = x_BLK.shape[1], x_BLK.device
         if (length, device) not in self._made:
             held_RL = to_device([layout.piece(length) for layout in self._layouts], device, torch.int64)

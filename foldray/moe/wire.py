@@ -123,9 +123,9 @@ def write(rows: Sequence[torch.Tensor], form: Format | None) -> tuple[list[torch
     """
     first, *scales = rows[:1] if form is None else form.write(rows[0])
     beside = [*scales, *rows[1:]]
-    columns = [(each.dtype, each.shape[1]) for each in beside] if len(beside) > 1 else []
+    columns = [(x.dtype, x.shape[1]) for x in beside] if len(beside) > 1 else []
     if columns:
-        beside = [torch.cat([each.contiguous().view(torch.uint8) for each in beside], 1)]
+        beside = [torch.cat([x.contiguous().view(torch.uint8) for x in beside], 1)]
     return [first, *beside], partial(_read, form=form, dtype=rows[0].dtype, scales=len(scales), columns=columns)
 
 

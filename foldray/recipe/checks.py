@@ -17,11 +17,7 @@ _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
 def check_all(recipe: Description) -> None:
-    """Check all rules between keys.
-
-    Raises:
-        UserError: the recipe breaks a rule.
-    """
+    """Check all rules between keys."""
     checks = (
         _check_size,
         _check_placement,
@@ -304,10 +300,6 @@ def slow_on_gpu(recipe: Description) -> str | None:
 
 
 def check_trains(recipe: Description) -> None:
-    """Check that a recipe is for training, and not for measurements alone.
-
-    Raises:
-        UserError: a pattern chooses the experts.
-    """
+    """Check that a recipe is for training, and not for measurements alone."""
     if (skew := recipe.model.router.skew) is not None:
         raise UserError("model.router.skew", skew, "is for measurements: a model cannot learn from a pattern", ["null"])

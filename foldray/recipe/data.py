@@ -133,11 +133,7 @@ def whole(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_data(data: DataSpec) -> None:
-    """Check the rules between the keys of the section.
-
-    Raises:
-        UserError: the section breaks a rule.
-    """
+    """Check the rules between the keys of the section."""
     if data.sources is None:
         _check_source("data", data)
         _check_chat("data", data)

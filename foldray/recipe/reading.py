@@ -61,11 +61,7 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def apply(given: dict[str, Any], override: str) -> None:
-    """Set one key from `key.sub=value`; the value is YAML.
-
-    Raises:
-        UserError: the override has another form, or its value is not YAML.
-    """
+    """Set one key from `key.sub=value`; the value is YAML."""
     key, equals, text = override.partition("=")
     *parents, last = key.split(".")
     if not equals or not all((*parents, last)) or len(parents) > _DEEPEST:
@@ -99,11 +95,7 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
 
 
 def refuse_own(given: Any, key: str = "") -> None:
-    """Refuse values that name a row in a module (`module:NAME`), in keys that take such rows.
-
-    Raises:
-        UserError: there is such a value.
-    """
+    """Refuse values that name a row in a module (`module:NAME`), in keys that take such rows."""
     if isinstance(given, dict):
         for name, value in given.items():
             refuse_own(value, f"{key}.{name}" if key else name)
@@ -116,11 +108,7 @@ def refuse_own(given: Any, key: str = "") -> None:
 
 
 def refuse_secrets(shown: Any, key: str = "") -> None:
-    """Refuse secrets in what files show of a recipe. Addresses that may hold one are shown without it (`bounds.Url`).
-
-    Raises:
-        UserError: a text has a password, a key or a token.
-    """
+    """Refuse secrets in what files show of a recipe. Addresses that may hold one are shown without it (`bounds.Url`)."""
     if isinstance(shown, dict):
         for name, value in shown.items():
             refuse_secrets(value, f"{key}.{name}" if key else name)
