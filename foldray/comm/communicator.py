@@ -67,8 +67,6 @@ class Pending:
     """Tensors of an operation that is still running; `wait` returns them.
 
     Args:
-        works: the running operations.
-        tensors: the tensors that `wait` returns.
         kept: tensors that are being sent; they must live until `wait` returns.
         name: the operation, for `activity`.
         activity: learns who waits for the operation; None tells nobody.
@@ -215,7 +213,6 @@ class Communicator:
         return self.start_all_reduce(x, reduction).wait()[0]
 
     def start_all_reduce(self, x: Tensor, reduction: Literal["sum", "max"] = "sum") -> Pending:
-        """Start `all_reduce`."""
         if self.group is None:
             return Pending([], (x,))
         self._count_ring("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
@@ -227,7 +224,6 @@ class Communicator:
         return self.start_all_gather(x).wait()[0]
 
     def start_all_gather(self, x: Tensor) -> Pending:
-        """Start `all_gather`."""
         if self.group is None:
             return Pending([], (x,))
         self._count_ring("all_gather", _bytes(x) * (self.size - 1))
@@ -292,17 +288,10 @@ class Communicator:
         return dist.get_backend(self.group) == "gloo"
 
     def _message_by_message(self, operation: str, out: Tensor, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
-        """Start an exchange of single messages; receives come before sends.
-
-        Args:
-            operation: its name.
-            out: the result.
-            received: the part of `out` that comes from each member, as views.
-            sent: the tensor that goes to each member.
-        """
+        """Start an exchange of a message with each member; receives come before sends. The received ones are views of `out`."""
         received[self.index].copy_(sent[self.index].detach())
-        others = [(self.index + step) % self.size for step in range(1, self.size)]
-        into, out_of = ([(i, parts[i]) for i in others] for parts in (received, sent))
+        members = [(self.index + step) % self.size for step in range(1, self.size)]
+        into, out_of = ([(i, parts[i]) for i in members] for parts in (received, sent))
         return self._messages(operation, into, out_of, (out,))
 
     def _messages(
@@ -316,11 +305,10 @@ class Communicator:
         return self._pending(operation, works, result, [tensor for _, tensor in sent])
 
     def send_rows(self, tensors: Sequence[Tensor], to: Mapping[int, int]) -> Pending:
-        """Start to send the rows of tensors to some members. Nobody else takes part.
+        """Start to send rows to some members (member → number of rows). Nobody else takes part.
 
         Args:
             tensors: tensors with equally many rows, sorted by the member that they go to.
-            to: member → number of rows.
         """
         parts = [tensor.contiguous().split(list(to.values())) for tensor in tensors] if to else []
         messages = [(member, part[i]) for i, member in enumerate(to) for part in parts]
@@ -328,11 +316,10 @@ class Communicator:
         return self._messages("send of rows", [], messages, ())
 
     def receive_rows(self, tensors: Sequence[Tensor], of: Mapping[int, int]) -> Pending:
-        """Start to receive what other members send with `send_rows`.
+        """Start to receive what other members send with `send_rows` (member → number of rows).
 
         Args:
             tensors: tensors for the rows, of the types and widths that are sent. The rows of each member follow one another.
-            of: member → number of rows.
         """
         parts = [tensor.split(list(of.values())) for tensor in tensors] if of else []
         into = [(member, part[i]) for i, member in enumerate(of) for part in parts]

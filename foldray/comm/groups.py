@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -105,7 +106,6 @@ class Groups:
             timeout: timeout of every collective; None is the default of the process group.
             node: rank → the node of the rank, to count traffic inside a node and between nodes separately. None counts all
                 traffic as inside a node.
-            activity: learns what this rank is doing; None makes a new one.
             share: whether classes of gradients with the same members share a process group. None shares over NCCL, where each one
                 takes memory of the GPU.
 
@@ -130,8 +130,8 @@ class Groups:
             group, ranks = made[key]
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic, activity)
-        own = [group for group, _ in made.values() if group]
-        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=own)
+        groups = [group for group, _ in made.values() if group]
+        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=groups)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Make another process group of a family, even for a single member, and return it with its members.
@@ -197,8 +197,8 @@ def _process_group(
     mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (None, (rank,))
     tables = fold.groups(family)
     if traffic is None:
-        covered = {each for ranks in tables for each in ranks}
-        tables += tuple((each,) for each in range(fold.offset, fold.offset + fold.world_size) if each not in covered)
+        covered = set(chain(*tables))
+        tables += tuple((other,) for other in range(fold.offset, fold.offset + fold.world_size) if other not in covered)
     for ranks in tables:
         # torch.distributed requires every rank to make all groups in the same order, also the groups of other ranks.
         group = None

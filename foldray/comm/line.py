@@ -26,9 +26,9 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._later: deque[_Queued] = deque()  # on a GPU
+        self._later: deque[_QueuedOperation] = deque()  # on a GPU
         self._stream: torch.cuda.Stream | None = None
-        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
+        self._queue: SimpleQueue[_QueuedOperation | None] = SimpleQueue()
         self._lock, self._waiting = Lock(), 0
         self._thread: Thread | None = None
 
@@ -50,7 +50,7 @@ class Line:
         if self._thread is None:
             self._thread = Thread(target=self._serve, daemon=True)  # a lost peer must not keep the process from ending
             self._thread.start()
-        queued = _Queued(begin)
+        queued = _QueuedOperation(begin)
         self._queue.put(queued)
         return queued
 
@@ -60,7 +60,7 @@ class Line:
             self._later.popleft().begin()
 
     def _line_up(self, begin: Callable[[], Pending]) -> Pending:
-        self._later.append(queued := _Queued(begin, self.advance))
+        self._later.append(queued := _QueuedOperation(begin, self.advance))
         return queued
 
     def _beside(self, begin: Callable[[], Pending], device: torch.device) -> Callable[[], Pending]:
@@ -92,7 +92,7 @@ class Line:
                 self._waiting -= 1
 
 
-class _Queued(Pending):
+class _QueuedOperation(Pending):
     """An operation in line. `wait` waits until it has started, and then for its end.
 
     Args:
@@ -107,7 +107,7 @@ class _Queued(Pending):
         self._started, self._lock = Event(), Lock()
         self._pending: Pending | None = None
         self._error: BaseException | None = None
-        self._asked: list[tuple[Callable[[Pending], Sequence[Future]], Future]] = []  # of `when_done`, before the start
+        self._asked: list[tuple[Callable[[], None], torch.cuda.Stream | None, Future]] = []  # `when_done` before the start
 
     @property
     def is_running(self) -> bool:
@@ -128,9 +128,9 @@ class _Queued(Pending):
         with self._lock:
             if self._error is None:
                 self._pending = pending
-            for ask, done in self._asked:
+            for call, stream, done in self._asked:
                 if self._error is None:
-                    _ask_when_done(pending, ask, done)
+                    _end_after(pending.when_done(call, stream), done)
                 else:
                     done.set_exception(self._error)  # type: ignore[arg-type]
             self._begin = None
@@ -141,7 +141,7 @@ class _Queued(Pending):
             if self._pending is not None:
                 return self._pending.when_done(call, stream)
             done: Future = Future()
-            self._asked.append((lambda pending: pending.when_done(call, stream), done))
+            self._asked.append((call, stream, done))
             return [done]
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -154,9 +154,7 @@ class _Queued(Pending):
         return self._pending.wait()
 
 
-def _ask_when_done(pending: Pending, ask: Callable[[Pending], Sequence[Future]], done: Future) -> None:
-    """Hand over a call that was asked for before the operation started."""
-    parts = ask(pending)
+def _end_after(parts: Sequence[Future], done: Future) -> None:
     if parts:
         collect_all(list(parts)).then(lambda _: done.set_result(None))
     else:

@@ -67,13 +67,10 @@ def expert_ffn(
     Args:
         x_NH: rows sorted by expert.
         counts: number of rows of each expert, which may be zero; the numbers sum to N.
-        up_EHW: weights of the up-projections.
-        down_EFH: weights of the down-projections.
         ffn: name of the activation.
         kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
         leave: leaves the gradients of both weights for later (`Later.leaver`). None, or the kind "loop", computes them with
             those of the rows. Biases get their gradients at once.
-        biases: biases of both products.
 
     Returns:
         y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
@@ -89,7 +86,7 @@ def expert_ffn(
     # unbind instead of [e], because the gradient of E selections would be E tensors of the size of all experts.
     rows = ([None] * len(counts) if bias is None else bias.unbind() for bias in biases)
     experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), *rows, strict=True)
-    return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *own) for x_nH, up_HW, down_FH, *own in experts])
+    return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *bias) for x_nH, up_HW, down_FH, *bias in experts])
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:

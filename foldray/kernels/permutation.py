@@ -38,9 +38,7 @@ def sort_by_expert(
     """Sort the kept assignments by expert. Assignments of one expert stay in the order of tokens.
 
     Args:
-        expert_TK: the chosen experts, int64.
         keep_TK: false for a dropped assignment; None keeps all.
-        num_experts: number of experts.
         kept: number of kept assignments, if the host knows it; None if not.
 
     Returns:
@@ -58,11 +56,7 @@ def sort_by_expert(
 def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, capacity: int) -> Padded:
     """Sort the kept assignments by expert, and pad every expert to `capacity` rows. The host does not wait for the device.
 
-    Args:
-        expert_TK: the chosen experts, int64.
-        keep_TK: false for a dropped assignment; None keeps all. No expert may keep more than `capacity`.
-        num_experts: number of experts.
-        capacity: rows of each expert.
+    No expert may keep more assignments than `capacity`.
     """
     num_tokens, topk = expert_TK.shape
     order_M, key_M, start_E = _sorted(expert_TK, keep_TK, num_experts)
@@ -95,15 +89,10 @@ def permute(
     """Copy tokens to their rows: x_NH[n] = x_TH[token_N[n]].
 
     Args:
-        x_TH: the tokens.
-        token_N: the token of each row, int64.
         position_TK: the row of each assignment, -1 if dropped. It is the inverse of `token_N`; with None, backward sorts
             `token_N` instead.
         drops: whether any position may be -1. Without drops, backward has less to do.
         gaps: whether a token may be T, for a row of zeros. This needs `position_TK`.
-
-    Returns:
-        x_NH.
     """
     assert position_TK is not None or not gaps, "rows without a token need position_TK"
     return _Permute.apply(x_TH, token_N, position_TK, drops, gaps)
@@ -117,9 +106,6 @@ def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool
         position_TK: the row of each assignment; -1 means dropped and adds nothing, whatever the weight is.
         weight_TK: the weights, in any floating type; products and sums have at least float32.
         drops: whether any position may be -1. Without drops, there is less to do.
-
-    Returns:
-        out_TH in the type of `y_NH`.
     """
     return _Combine.apply(y_NH, position_TK, weight_TK, drops)
 
@@ -127,12 +113,7 @@ def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool
 def sum_rows(y_NH: Tensor, token_N: Tensor, position_TK: Tensor) -> Tensor:
     """Sum the rows of each token: out_TH[t] = Σ_k y_NH[position_TK[t, k]]. It is the transpose of `permute`.
 
-    Backward copies the gradients of tokens to rows, and needs none of the rows.
-
-    Args:
-        y_NH: the rows.
-        token_N: the token of each row, int64.
-        position_TK: the rows of each token; -1 adds nothing.
+    Backward copies the gradients of tokens to rows, and needs none of the rows. A position of -1 adds nothing.
     """
     return _SumRows.apply(y_NH, token_N, position_TK)
 
@@ -198,8 +179,8 @@ class _Combine(torch.autograd.Function):
             row_M = bags.row_M if bags.kept_TK is None else bags.row_M.masked_fill(~bags.kept_TK.reshape(-1), rows)
             token_N = token_M.new_zeros(rows + 1).scatter_(0, row_M, token_M)[:rows]
             weight_N = weight_TK.new_zeros(rows + 1).scatter_(0, row_M, weight_TK.reshape(-1))[:rows]
-            each = torch.arange(rows + 1, device=token_N.device)
-            dy_NH = _sum_rows(dout_TH, _Bags(token_N, each, None), weight_N).to(y_NH.dtype)
+            bags_of_one = _Bags(token_N, torch.arange(rows + 1, device=token_N.device), None)
+            dy_NH = _sum_rows(dout_TH, bags_of_one, weight_N).to(y_NH.dtype)
         if ctx.needs_input_grad[2]:
             dweight_TK = _kept(_dot_rows(dout_TH, y_NH, bags, token_M).to(weight_TK.dtype).view_as(weight_TK), bags)
         return dy_NH, None, dweight_TK, None

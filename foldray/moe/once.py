@@ -96,8 +96,8 @@ def encode(x_TH: torch.Tensor, chosen: Chosen, experts: int, ranks: int, room: i
     Args:
         chosen: the tokens' experts. Those that do not count make no rows.
         experts: number of all experts, a multiple of `ranks`. Each rank has a run of them.
-        room: number of rows to make, at least as many as there are pairs of a token and a rank. Rows behind the pairs are padding:
-            they hold any token, no weight and no expert. With None, the host waits for the device, and makes no padding.
+        room: number of rows to make, at least as many as there are pairs of a token and a rank. The rest is padding: any
+            token, no weight and no expert. With None, the host waits for the device, and makes no padding.
     """
     (tokens, topk), owner_TK = chosen.expert_TK.shape, chosen.owners(experts, ranks)
     goes_TR = _goes(owner_TK, ranks)
