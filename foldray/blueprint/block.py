@@ -120,9 +120,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, tuple[int, int]]:
-        """The products that make queries, keys and values that TP cuts: rows and columns, by name. Rows of 0 are the block's
-        width.
-        """
+        """Rows and columns of the products that make queries, keys and values that TP cuts. Rows of 0 are the block's width."""
         if self.latent is None:
             return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)}
         made = self.heads * (self.still + self.value_dim)
@@ -198,7 +196,6 @@ class BlockSpec:
     A block computes its hash only once, because it is a key in many tables.
 
     Args:
-        attention: the attention.
         dense, moe: one of both; the other one is None.
         mtp: whether the block predicts a further token (multi-token prediction, DeepSeek-V3, section 2.2). It then begins with a
             projection of its input and of the embedding of a later token, and a head follows it.
@@ -225,8 +222,8 @@ class BlockSpec:
 
     def cut(self, tp: int, ep: int, etp: int) -> BlockSpec:
         """Return a rank's share of the block."""
-        own = self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp)
-        return BlockSpec(*own, self.mtp)
+        share = self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp)
+        return BlockSpec(*share, self.mtp)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,6 @@ section 3.3.2). Last, sequence parallelism cuts the shard into tp pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -56,12 +55,11 @@ class Layout:
 
     def piece(self, length: int) -> list[int]:
         """Return the positions of this rank's piece of a sequence, slice by slice: length / (cp·tp) positions."""
-        return list(self._piece(length))
-
-    def _piece(self, length: int) -> Iterator[int]:
+        positions: list[int] = []
         for part in self.cut(length):
             size = len(part) // (self.cp * self.tp)
-            yield from self.shard(part)[self.tp_rank * size : (self.tp_rank + 1) * size]
+            positions += self.shard(part)[self.tp_rank * size : (self.tp_rank + 1) * size]
+        return positions
 
 
 def smallest_slice(cp: int, tp: int) -> int:

@@ -46,7 +46,6 @@ class GradientPart(NamedTuple):
     """A run of a gradient buffer whose gradients come from the same ops.
 
     Args:
-        elements: length of the run.
         makers: the ops, in the order of backward.
     """
 
@@ -70,8 +69,6 @@ class Ownership:
     owner.
 
     Args:
-        model: the model.
-        fold: the fold.
         virtual_stages: stages per pipeline position.
         stage_layers: number of blocks of each stage of attention; None cuts evenly.
     """
@@ -104,8 +101,8 @@ class Ownership:
             per = f" × {self.virtual_stages} virtual stages" if count > positions else ""
             rule = f"makes {count} stages of experts ({positions} positions{per}), but the model has {len(moe)} MoE blocks"
             raise UserError("placement.expert_pp", positions, rule, [f"1…{len(moe) * positions // count}"] if moe else None)
-        each = make_stages(len(moe), positions, count // positions)
-        ends = [moe[stage.layers[-1]] + 1 for stage in each[:-1]] + [self.model.layers]
+        even = make_stages(len(moe), positions, count // positions)
+        ends = [moe[stage.layers[-1]] + 1 for stage in even[:-1]] + [self.model.layers]
         sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         return make_stages(self.model.layers, positions, count // positions, sizes)
 
@@ -158,17 +155,17 @@ class Ownership:
 
     def pieces(self, rank: int) -> dict[str, Piece]:
         """Return a rank's pieces of parameters in both halves, by global name."""
-        seat, found = self.fold.coordinate(rank), {}
+        seat, pieces = self.fold.coordinate(rank), {}
         attention, moe = seat.get("attention"), seat.get("moe")
         held, held_experts = _standing(self.stages, attention), _standing(self.expert_stages, moe)
         experts = self.experts(rank) if moe else range(0)
         for spec in parameter_table(self.model):
             if spec.expert is None:
                 if attention and self._is_held(spec, held):
-                    found[spec.name] = _cut(spec, attention["tp"], self.fold.tp)
+                    pieces[spec.name] = _cut(spec, attention["tp"], self.fold.tp)
             elif moe and spec.expert in experts and any(spec.layer in stage.layers for stage in held_experts):
-                found[spec.name] = _cut(spec, moe["etp"], self.fold.etp)
-        return found
+                pieces[spec.name] = _cut(spec, moe["etp"], self.fold.etp)
+        return pieces
 
     def counted(self, rank: int) -> Iterator[str]:
         """Yield names of the pieces that a rank counts in a norm, so that one rank counts each element of the model."""

@@ -42,11 +42,11 @@ def even_sizes(layers: int, count: int, first: int = 0, last: int = 0) -> list[i
         first, last: how many blocks the embedding counts as in the first stage, and the head in the last one. They may leave a
             stage without a block.
     """
-    each, longer = divmod(layers + first + last, count)
-    found = [each + (number < longer) for number in range(count)]
-    found[0] -= first
-    found[-1] -= last
-    return found
+    least, longer = divmod(layers + first + last, count)
+    sizes = [least + (number < longer) for number in range(count)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    return sizes
 
 
 def make_stages(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foldray.arguments import AXES, ORDERS
-from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_json
+from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_either, say_json
 from foldray.drawing import explanation
 from foldray.errors import UserError
 from foldray.files import write_picture
@@ -102,12 +102,9 @@ def _fold_picture(fold: Fold, nodes: Placement | None, path: Path) -> None:
 def slice_(given: argparse.Namespace) -> int:
     check_range(given, seq_len=2**24, degree=2**8, multiple_of=2**24, hidden=2**20, heads=2**14)
     cost = SliceCost.of_model(given.hidden, given.heads)
-    found = slice_sequence(given.kind, given.seq_len, given.degree, cost, given.multiple_of)
-    if given.json:
-        say_json({"attention_slices": found.attention, "moe_micro_batches": found.moe})
-    else:
-        say(_slices(found, cost))
-    return 0
+    cut = slice_sequence(given.kind, given.seq_len, given.degree, cost, given.multiple_of)
+    document = {"attention_slices": cut.attention, "moe_micro_batches": cut.moe}
+    return say_either(given, lambda: document, lambda: _slices(cut, cost))
 
 
 def _slices(slicing: Slicing, cost: SliceCost) -> str:

@@ -28,17 +28,14 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
     """
     wide = torch.promote_types(dtype, torch.float32)
     sums: dict[str, Operation] = {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}
+    maximum: Operation = partial(Communicator.all_reduce, reduction="max")
     plan: list[tuple[Communicator, torch.dtype, dict[str, Operation]]] = [
         (groups.tokens, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.tokens_inside, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.expert_slices, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.counts, torch.int64, {"all-gather": Communicator.all_gather}),
         (groups.tensor, dtype, {"all-gather": Communicator.all_gather, "reduce-scatter": _reduce_scatter}),
-        (
-            groups.tensor,
-            wide,
-            {"all-reduce": Communicator.all_reduce, "maximum": partial(Communicator.all_reduce, reduction="max")},
-        ),
+        (groups.tensor, wide, {"all-reduce": Communicator.all_reduce, "maximum": maximum}),
         (groups.context, dtype, {"send and receive": _shift, "all-gather": Communicator.all_gather}),
         (groups.context, wide, {"send and receive": _shift, "reduce-scatter": _reduce_scatter}),
         (groups.sequence, torch.int64, {"all-reduce": Communicator.all_reduce, "all-gather": Communicator.all_gather}),

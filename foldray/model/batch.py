@@ -97,9 +97,9 @@ class Losses(NamedTuple):
     further_D: torch.Tensor
     further_tokens_D: torch.Tensor
 
-    def plus(self, **more: torch.Tensor) -> Losses:
-        """Return these losses with more in some fields."""
-        return self._replace(**{name: getattr(self, name) + value for name, value in more.items()})
+    def plus(self, **values: torch.Tensor) -> Losses:
+        """Return these losses with values added to some fields."""
+        return self._replace(**{name: getattr(self, name) + value for name, value in values.items()})
 
     def means(self) -> torch.Tensor:
         """Return language per token, balance per sequence and z per sequence: float64 [3]."""
@@ -119,11 +119,10 @@ def all_losses(losses: Sequence[Losses], control: Communicator, beside: torch.Te
     Args:
         beside: other numbers in float64, which are replaced by their sums over the ranks.
     """
-    own = Losses(*(torch.stack(parts).sum(0) for parts in zip(*losses, strict=True)))
-    sent = [*own, *(() if beside is None else (beside,))]
-    flat = control.all_reduce(torch.cat([part.double().flatten() for part in sent]))
-    parts = flat.split([part.numel() for part in sent])
+    local = Losses(*(torch.stack(values).sum(0) for values in zip(*losses, strict=True)))
+    sent = [*local, *(() if beside is None else (beside,))]
+    flat = control.all_reduce(torch.cat([tensor.double().flatten() for tensor in sent]))
+    sums = flat.split([tensor.numel() for tensor in sent])
     if beside is not None:
-        *parts, more = parts
-        beside.copy_(more.view_as(beside))
-    return Losses(*(part.view_as(like).to(like.dtype) for part, like in zip(parts, own, strict=True)))
+        beside.copy_(sums[-1].view_as(beside))
+    return Losses(*(total.view_as(like).to(like.dtype) for total, like in zip(sums, local, strict=False)))

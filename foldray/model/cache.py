@@ -68,7 +68,7 @@ class Cache:
         """Make room for this many tokens, and more: attention keeps nothing of a slice that is as long as the sequences."""
         room = self._token_BL.shape[1]
         if tokens > room:
-            more = max(2 * tokens, _LEAST) - room
-            self._token_BL = F.pad(self._token_BL, (0, more))
+            length = max(2 * tokens, _LEAST)
+            self._token_BL = F.pad(self._token_BL, (0, length - room))
             for memory in self._memories.values():
-                memory.lengthen(room + more)
+                memory.lengthen(length)
