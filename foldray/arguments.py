@@ -335,7 +335,6 @@ _TRAINED = "folder or URI of a run, for its newest checkpoint, or of a checkpoin
 
 
 def _add_run(command: argparse.ArgumentParser, meaning: str = _TRAINED) -> None:
-    """Add the arguments for a run, or for a trained model."""
     command.add_argument("run", metavar="RUN", help=meaning)
     command.add_argument(
         "--trust", action="store_true", help="import the modules that the run's recipe names (module:NAME), which runs their code"

@@ -197,13 +197,11 @@ def _attention_vectors(spec: AttentionSpec, hidden: int, name: str, layer: int) 
 
 
 def _bias_widths(spec: AttentionSpec, hidden: int) -> dict[str, int]:
-    """Return the widths of attention's biases by the product that they belong to."""
     inputs = {"query": spec.queries, "key": spec.keys, "value": spec.values}
     return {"none": {}, "inputs": inputs, "all": inputs | {"out": hidden}}[spec.bias]
 
 
 def _norm_widths(spec: AttentionSpec) -> dict[str, int]:
-    """Return the widths of attention's norms by what they normalize."""
     if spec.latent:
         query = {"query": spec.latent.query_rank} if spec.latent.query_rank else {}
         return query | {"key_value": spec.latent.rank}

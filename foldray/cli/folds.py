@@ -37,7 +37,6 @@ def explain(given: argparse.Namespace) -> int:
 
 
 def _explained_recipe(given: argparse.Namespace) -> Recipe | None:
-    """Return the recipe whose fold is explained; None if options say the fold."""
     if given.recipe is None:
         if given.world_size is None:
             raise UserError("arguments", "nothing", "the following arguments are required: --world-size, or a RECIPE")
@@ -70,7 +69,6 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:
-    """Return the fold that the user asked for."""
     sizes = {axis: getattr(given, axis) for axis in AXES}
     apart = {"expert_ranks": given.expert_ranks, "expert_pp": given.expert_pp}
     shown = given.world_size <= MOST_RANKS
@@ -108,7 +106,6 @@ def slice_(given: argparse.Namespace) -> int:
 
 
 def _slices(slicing: Slicing, cost: SliceCost) -> str:
-    """Return a table with the length of each slice and its share of attention's cost."""
     costs = cost.slices(slicing.attention)
     lines = [f"{slicing.length} tokens, degree {slicing.degree}", "", f"{'':>6}{'slice':>10}{'cost':>9}   {'micro-batch':>11}"]
     for number, (tokens, seconds, rows) in enumerate(zip(slicing.attention, costs, slicing.moe, strict=True)):

@@ -79,7 +79,6 @@ def _fit(given: argparse.Namespace, machines: Any) -> int:
 
 
 def _space(given: argparse.Namespace, machines: Any) -> Any:
-    """Return the space that `foldray plan` searches."""
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import DTYPES, Job
     from foldray.planner.space import KINDS, Space

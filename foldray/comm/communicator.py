@@ -192,8 +192,6 @@ class Communicator:
         index: this process's index in `ranks`.
         group: the process group; None for a single member, which needs no network.
         nodes: the node of each member; empty if all members share a node.
-        traffic: counts the bytes that this rank sends.
-        activity: learns what this rank starts, and what it waits for.
     """
 
     name: str
@@ -246,15 +244,9 @@ class Communicator:
         return self._pending("reduce-scatter", [work], (out,), (x,))
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """Send rows to every member, and return the rows that every member sent here.
+        """Send rows to every member, and return the rows that every member sent here: [Σ sent, …] → [Σ received, …].
 
-        Args:
-            x: rows, sorted by the member that they go to: [Σ sent, …].
-            received: number of rows that come from each member.
-            sent: number of rows that go to each member.
-
-        Returns:
-            The received rows, sorted by the member that sent them: [Σ received, …].
+        Rows are sorted by the member that they go to, and by the one that they come from.
         """
         return self.start_all_to_all(x, received, sent).wait()[0]
 
@@ -357,7 +349,6 @@ class Communicator:
     def _pending(
         self, operation: str, works: Iterable[dist.Work], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> Pending:
-        """Return a started operation, and tell `activity` of it."""
         self.activity.start(self.name)
         name = f"{operation} {self.activity.started[self.name]} of {self.name}"
         return Pending(works, tensors, kept, name, self.activity)

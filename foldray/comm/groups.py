@@ -108,9 +108,6 @@ class Groups:
                 traffic as inside a node.
             share: whether classes of gradients with the same members share a process group. None shares over NCCL, where each one
                 takes memory of the GPU.
-
-        Raises:
-            ValueError: the world of the process group is too small for the fold, or the rank is not in the fold.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if fold.world_size > 1 and fold.offset + fold.world_size > world:

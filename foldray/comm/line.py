@@ -38,7 +38,6 @@ class Line:
         Args:
             begin: starts the operation. It waits for what the operation needs.
             ready: whether `begin` would not wait.
-            device: where the operation's tensors are; None is the CPU.
         """
         if device is not None and device.type == "cuda":
             return begin() if ready and not self._later else self._line_up(self._beside(begin, device))
@@ -93,12 +92,7 @@ class Line:
 
 
 class _QueuedOperation(Pending):
-    """An operation in line. `wait` waits until it has started, and then for its end.
-
-    Args:
-        begin: starts the operation.
-        advance: starts all operations in line; None if a thread does.
-    """
+    """An operation in line. `wait` waits until it has started (`advance` starts all in line), and then for its end."""
 
     def __init__(self, begin: Callable[[], Pending], advance: Callable[[], None] | None = None):
         super().__init__([], ())

@@ -154,7 +154,6 @@ def _by_group(x_BNX: Tensor, groups: int) -> Tensor:
 
 
 def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
-    """Compute scaled products [B, G, N / G, S, T], with −inf where a query does not see a key."""
     q_BGRSD = _by_group(_wide(q_BNSD), k_BGTD.shape[1])
     score_BGRST = q_BGRSD @ _wide(k_BGTD).unsqueeze(2).mT * q_BNSD.shape[-1] ** -0.5
     if mask is None:

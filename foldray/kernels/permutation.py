@@ -39,7 +39,7 @@ def sort_by_expert(
 
     Args:
         keep_TK: false for a dropped assignment; None keeps all.
-        kept: number of kept assignments, if the host knows it; None if not.
+        kept: number of kept assignments, if the host knows it.
 
     Returns:
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
@@ -187,7 +187,6 @@ class _Combine(torch.autograd.Function):
 
 
 def _unpermute(rows_NH: Tensor, position_TK: Tensor, drops: bool) -> Tensor:
-    """Sum the rows of each token, without weights."""
     if fused.fits(rows_NH):
         return fused.sum_rows(rows_NH, position_TK)
     bags = _bags(position_TK, drops, rows_NH.shape[0])
@@ -216,7 +215,6 @@ def _bags(position_TK: Tensor, drops: bool, rows: int) -> _Bags:
 
 
 def _kept(value_TK: Tensor, bags: _Bags) -> Tensor:
-    """Replace the values of dropped assignments by zero."""
     return value_TK if bags.kept_TK is None else value_TK.masked_fill(~bags.kept_TK, 0)
 
 

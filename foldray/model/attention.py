@@ -60,12 +60,7 @@ class Attention(nn.Module, ABC):
     """
 
     def __init__(
-        self,
-        share: AttentionSpec,
-        model: ModelSpec,
-        groups: Groups,
-        context: ContextMode = "ring",
-        later: Later | None = None,
+        self, share: AttentionSpec, model: ModelSpec, groups: Groups, context: ContextMode = "ring", later: Later | None = None
     ):
         super().__init__()
         self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context

@@ -26,13 +26,9 @@ class Cache:
     Args:
         model: a model that this process holds alone. Its experts must not drop tokens, because the capacity of an expert
             depends on tokens that are not there yet.
-        sequences: B.
 
     Attributes:
         seen: number of tokens so far.
-
-    Raises:
-        ValueError: experts may drop tokens.
     """
 
     def __init__(self, model: Transformer, sequences: int = 1):
@@ -47,9 +43,6 @@ class Cache:
         """Add a slice of tokens, int64, and return the output of the last block for them: [B, S] → [B, S, H].
 
         `Transformer.head_logits` makes logits of it.
-
-        Raises:
-            ValueError: the sequences become longer than the learned positions.
         """
         part, spec = range(self.seen, self.seen + token_BS.shape[1]), self.model.spec
         if spec.positions == "learned" and part.stop > spec.max_positions:

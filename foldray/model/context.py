@@ -51,12 +51,8 @@ def context_attention(
 
     Args:
         communicator: the ranks that share the sequences, in the order of their shards.
-        mode: how keys and values travel.
         sight: the sight of whole sequences. Members differ in its `index` only.
         sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
-
-    Raises:
-        ValueError: the mode is unknown, or the shape of the document numbers is not that of the whole sequences.
     """
     if mode not in ("ring", "all_gather"):
         raise ValueError(f"mode is {mode!r}; legal are 'ring', 'all_gather'")
@@ -179,7 +175,6 @@ def _ring_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communi
 
 
 def _all_gather_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, whole: _Whole) -> Tensor:
-    """Return the gradient of this rank's block. A reduce-scatter sums the members' shares for all positions."""
     share = whole.block_gradient(whole.sight.sequence, _gathered(keys_and_values, communicator, whole.sight))
     return share if whole.sight.alone else communicator.reduce_scatter(whole.sight.by_member(share))
 

@@ -94,10 +94,8 @@ class Vocabulary(nn.Module):
 def vocabulary_cross_entropy(logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:
     """Return the cross-entropy of each token [T], if every rank holds the logits of its own rows only.
 
-    Logits do not leave their rank. Only each token's maximum, sum and target logit travel (Megatron-LM, section 3).
-
-    Args:
-        first: number of this rank's first row in the vocabulary.
+    Logits do not leave their rank. Only each token's maximum, sum and target logit travel (Megatron-LM, section 3). The first
+    row of this rank has the number `first` in the vocabulary.
     """
     return _VocabularyCrossEntropy.apply(logits_TV, target_T, first, tensor)
 

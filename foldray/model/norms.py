@@ -41,13 +41,7 @@ class Norm(nn.Module):
 
 
 class HeadNorms(nn.Module):
-    """RMSNorm of queries and keys: of each head by itself, or of all heads of a token, which TP cuts.
-
-    Args:
-        share: this rank's heads. `norm` must not be "none".
-        eps: number that normalization adds before it divides.
-        tensor: the ranks that have the other heads.
-    """
+    """RMSNorm of queries and keys: of each head by itself, or of all heads of a token, which TP cuts."""
 
     def __init__(self, share: AttentionSpec, eps: float, tensor: Communicator):
         super().__init__()
@@ -84,7 +78,6 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _squares(q_BSW: Tensor, k_BSW: Tensor) -> Tensor:
-    """Return the sums of squares of this rank's queries and keys: [B, S, 2]."""
     return torch.stack([x.to(at_least_float32(x)).square().sum(-1) for x in (q_BSW, k_BSW)], dim=-1)
 
 

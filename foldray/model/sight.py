@@ -48,8 +48,6 @@ class Sight:
         shards: for each context-parallel member, positions of the chunks of the slice that it holds.
         index: this rank's index among the members.
         segment_BL: document numbers of the whole sequences; None is one document.
-        window: how far back queries see.
-        device: the device of masks.
     """
 
     tokens: range
@@ -107,12 +105,7 @@ class Sight:
         )
 
     def visible_parts(self, queries: range, runs: Sequence[range]) -> Iterator[Part]:
-        """Yield the parts that these queries see.
-
-        Args:
-            queries: positions of the queries.
-            runs: positions of the keys, run by run in ascending order. One tensor holds the runs one after another.
-        """
+        """Yield the parts that these queries see. One tensor holds the runs of keys one after another, in ascending order."""
         offsets = list(accumulate(map(len, runs), initial=0))
         firsts = [self._first(queries, keys) if keys.stop <= queries.start else keys.stop for keys in runs]
         visible = [number for number, keys in enumerate(runs) if firsts[number] < keys.stop]
@@ -174,7 +167,6 @@ class Sight:
 
     @cached_property
     def _begin_L(self) -> list[int]:
-        """The least `_begin_BL` of all sequences."""
         return self._begin_BL.min(axis=0).tolist()
 
     def _first(self, queries: range, keys: range) -> int:

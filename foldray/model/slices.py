@@ -108,7 +108,6 @@ def slice_attention(
     """Compute causal attention of this rank's queries of a slice, slice after slice: [B, N, S, Dv].
 
     Args:
-        memory: keys and values of earlier slices.
         k_BGSD, v_BGSD: keys and values of this slice, if this rank has all of them. They go to `memory`, and the backward
             of the first slice frees `memory`. None if `memory` has them already; the caller then takes their gradient.
         sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
@@ -174,5 +173,4 @@ class _SliceAttention(torch.autograd.Function):
 
 
 def _chunked(x: Tensor, sight: Sight) -> Sequence[Tensor]:
-    """Split a tensor of this rank's shard into chunks."""
     return x.chunk(len(sight.parts), dim=2)

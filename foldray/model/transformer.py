@@ -46,15 +46,7 @@ class Block(nn.Module):
     ffn: FeedForward
     mtp: Further
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        layer: int,
-        groups: Groups,
-        backend: MoeBackend,
-        context: ContextMode,
-        later: Later,
-    ):
+    def __init__(self, ownership: Ownership, layer: int, groups: Groups, backend: MoeBackend, context: ContextMode, later: Later):
         super().__init__()
         model, share = ownership.model, ownership.share(layer)
         if not groups.owns_tokens:
@@ -120,14 +112,9 @@ class Transformer(nn.Module):
     """This rank's stages of the model, and in them its share of the parameters.
 
     Args:
-        ownership: the model, the fold, and the pieces of every rank.
-        groups: the fold's communicators.
-        backend: kernels of the MoE layers.
         context: how keys and values travel under context parallelism.
         seed: seed of the initial weights. Seed and global name of a parameter determine its weights, so all folds start
             equal. None leaves the weights undefined, for a caller that fills all of them.
-        device: device of the parameters; None is the CPU.
-        dtype: type of the parameters.
     """
 
     def __init__(
@@ -331,8 +318,7 @@ class Transformer(nn.Module):
 
         Args:
             x_BsH: output of the last block for these tokens, or of a block of multi-token prediction.
-            tokens: indices of these tokens in this rank's piece.
-            depth: number of tokens after the next one that is predicted.
+            tokens: their indices in this rank's piece.
         """
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
         position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
@@ -342,7 +328,6 @@ class Transformer(nn.Module):
         return language, language.detach().double() * (self.layout.tp_rank == 0)
 
     def _norm(self, depth: int) -> Norm:
-        """Return the norm in front of the head that predicts `depth` tokens after the next one."""
         return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm
 
     def with_loss(self, losses: Losses, depth: int, reported: torch.Tensor) -> Losses:
@@ -399,7 +384,6 @@ class Transformer(nn.Module):
 
 
 def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:
-    """Return the initial value of the whole parameter, float32 on the CPU."""
     if std is None or std == 0:
         return torch.full(shape, 1.0 if std is None else 0.0)
     # Every name has its own generator, so the weights depend neither on the rank that draws them nor on the order.

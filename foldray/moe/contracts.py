@@ -95,11 +95,7 @@ class Received:
     """
 
     def __init__(
-        self,
-        coming: Pending,
-        arrange: Callable[[list[int]], RowCounts],
-        index: int = 0,
-        stream: torch.cuda.Stream | None = None,
+        self, coming: Pending, arrange: Callable[[list[int]], RowCounts], index: int = 0, stream: torch.cuda.Stream | None = None
     ):
         self.coming, self._arrange, self.index = coming, arrange, index
         self._reading: Callable[[], list[int]] | None = None

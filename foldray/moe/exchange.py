@@ -45,7 +45,6 @@ class AllToAll:
         return Received.of(self._arrange(len(sent.known_E), sent.known_E * self.counts.size), self._slices.index)
 
     def _arrange(self, experts: int, numbers: list[int]) -> RowCounts:
-        """Put the counts of all members in order: for each member `Sent.counts`."""
         ranks, inside, slices = self._fold.ep, self._fold.ep_inside, range(self._slices.size)
         counts, mine, here = _ExchangedCounts(numbers, self._member, experts, ranks), self._slices.index, self._here
         if inside == 1:

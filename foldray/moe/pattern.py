@@ -39,7 +39,6 @@ class Pattern:
         return order_E[torch.searchsorted(bound_E, point_sK, right=True)].repeat(sequences, 1)
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the upper bounds of the experts' intervals, and their numbers."""
         if device not in self._tables:
             bounds = to_device(self._bounds, device, torch.float64)
             self._tables[device] = bounds, to_device(self._order, device, torch.int64)

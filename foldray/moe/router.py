@@ -206,6 +206,5 @@ def _by_sequence(x_TX: torch.Tensor, sequences: int) -> torch.Tensor:
 
 
 def _count(expert_TK: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:
-    """Count assignments per sequence and expert: int64 [B, E]."""
     chosen_BN = _by_sequence(expert_TK, sequences).flatten(1)
     return chosen_BN.new_zeros(sequences, experts).scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +30,6 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 Read = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-
-
-class Format(Protocol):
-    """A way to write rows."""
-
-    @property
-    def error(self) -> float:
-        """The largest error of a number as a share of it."""
-
-    @property
-    def floor(self) -> float:
-        """The largest error of a number near zero, as a share of the largest one with the same scale; 0 without scales."""
-
-    def write(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what travels: tensors with N rows."""
-
-    def read(self, written: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows in a type."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +70,14 @@ class Scaled:
         bytes_NH, scale_NG = written
         groups_NGg = _grouped(bytes_NH.view(_FLOAT8).float()).mul_(scale_NG[..., None])
         return groups_NGg.flatten(1)[:, : bytes_NH.shape[1]].to(dtype)
+
+
+Format = Narrow | Scaled
+"""A way to write rows: `write` makes tensors with N rows of them, and `read` the rows again.
+
+`error` is the largest error of a number as a share of it; `floor` that of a number near zero, as a share of the largest one with
+the same scale (0 without scales).
+"""
 
 
 @dataclass(frozen=True)

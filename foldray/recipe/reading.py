@@ -117,7 +117,6 @@ def refuse_secrets(shown: Any, key: str = "") -> None:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether a type, or a list of it, takes numbers."""
     return annotation in (int, float) or any(_is_number(part) for part in get_args(annotation))
 
 
@@ -145,7 +144,6 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
 
 
 def _rule(kind: str, message: str) -> str:
-    """Return pydantic's message in plain words."""
     plain = _PLAIN.get(kind) or _PLAIN.get(kind.split("_")[0])
     return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
 
@@ -186,7 +184,6 @@ def _named_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _words(annotation: Any) -> list[Any]:
-    """Return the words that a type, or a list of it, takes."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     words = [word for part in get_args(annotation) for word in _words(part)]
@@ -199,7 +196,6 @@ def _legal(field: FieldInfo) -> str:
 
 
 def _names(annotation: Any) -> list[str]:
-    """Return the names of the values that a type takes."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin in (types.UnionType, Union):
         return [name for part in arguments for name in _names(part)]

@@ -7,19 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import (
-    Beta,
-    Label,
-    Length,
-    OwnRows,
-    Seed,
-    SequenceCount,
-    Steps,
-    StepsOrZero,
-    TokenId,
-    Url,
-    Workers,
-)
+from foldray.recipe.bounds import Beta, Label, Length, OwnRows, Seed, SequenceCount, Steps, StepsOrZero, TokenId, Url, Workers
 
 
 class FoldSpec(Strict):
