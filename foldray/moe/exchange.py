@@ -21,7 +21,8 @@ class AllToAll:
 
     def __init__(self, groups: Groups, wire: Wire | None = None):
         self.tokens, self.counts = groups.tokens, groups.counts
-        self._out, self._back = (wire.out, wire.back) if wire and self.tokens.size > 1 else (None, None)
+        wire = wire if self.tokens.size > 1 else None
+        self._out, self._back = wire.out if wire else None, wire.back if wire else None
         self._slices, self._line = groups.expert_slices, groups.tokens_line
         self._stream: torch.cuda.Stream | None = None
         self._fold, grid = groups.fold, groups.fold.moe
