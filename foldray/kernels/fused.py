@@ -94,7 +94,7 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     a, b = _rows(out_a_BNSD), _rows(out_b_BNSD)
     batch, heads, queries, width = a.shape
     out_BSND = a.new_empty((batch, queries, heads, width), dtype=torch.float32)
-    lse_a_BNS, lse_b_BNS = (each.float().contiguous() for each in (lse_a_BNS, lse_b_BNS))
+    lse_a_BNS, lse_b_BNS = (lse.float().contiguous() for lse in (lse_a_BNS, lse_b_BNS))
     lse_BNS = torch.empty_like(lse_a_BNS)
     columns = _power_of_two(width)
     together = min(_power_of_two(heads), max(1, 2 * BLOCK // columns))

@@ -76,7 +76,7 @@ class _ContextAttention(torch.autograd.Function):
         sight: Sight,
         sink_N: Tensor | None,
     ) -> Tensor:
-        queries, widths = q_BNSD.chunk(len(sight.own), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
+        queries, widths = q_BNSD.chunk(len(sight.held), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
         merged: dict[int, tuple[Tensor, Tensor]] = {}
         for chunks, block in _blocks((k_BGSD, v_BGSD), communicator, mode, sight):
             for number, part in _parts(sight, chunks):
@@ -113,7 +113,7 @@ class _Whole:
     ):
         self.sight, self.widths = sight, widths
         self.dq_BNSD = torch.zeros_like(q_BNSD, dtype=at_least_float32(q_BNSD))
-        chunked = (x.chunk(len(sight.own), dim=2) for x in (dout_BNSD, q_BNSD, out_BNSD, lse_BNS, self.dq_BNSD))
+        chunked = (x.chunk(len(sight.held), dim=2) for x in (dout_BNSD, q_BNSD, out_BNSD, lse_BNS, self.dq_BNSD))
         self._dout, self._q, self._out, self._lse, self._dq = chunked
 
     def block_gradient(self, chunks: Sequence[range], block: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class _Whole:
 
 def _parts(sight: Sight, chunks: Sequence[range]) -> Iterator[tuple[int, Part]]:
     """Yield the parts to compute with a block: (number of this rank's query chunk, part). The block has the keys of `chunks`."""
-    return ((number, part) for number, queries in enumerate(sight.own) for part in sight.visible_parts(queries, chunks))
+    return ((number, part) for number, queries in enumerate(sight.held) for part in sight.visible_parts(queries, chunks))
 
 
 def _blocks(

@@ -24,7 +24,7 @@ from foldray.kernels.later import Later, product
 from foldray.model.norms import Norm
 
 
-class Further(nn.Module):
+class MTPModule(nn.Module):
     """What a block of multi-token prediction has beside the block itself."""
 
     def __init__(self, model: ModelSpec, later: Later):

@@ -61,7 +61,7 @@ class Sight:
     _numbers: dict[range, list[int] | None] = field(default_factory=dict, repr=False)
 
     @property
-    def own(self) -> Sequence[range]:
+    def held(self) -> Sequence[range]:
         """Chunks of this rank."""
         return self.shards[self.index]
 
@@ -83,7 +83,7 @@ class Sight:
     @cached_property
     def parts(self) -> list[list[Part]]:
         """The parts for each of this rank's chunks, if one tensor holds all keys of the sequence up to the slice's end."""
-        return [list(self.visible_parts(queries, (range(queries.start), queries))) for queries in self.own]
+        return [list(self.visible_parts(queries, (range(queries.start), queries))) for queries in self.held]
 
     def in_order(self, gathered: Tensor) -> Tensor:
         """Sort the blocks of all members by position: [cp · B, G, S, D] → [B, G, cp · S, D]."""

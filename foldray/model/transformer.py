@@ -23,7 +23,7 @@ from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, Place
 from foldray.model.batch import Batch, Losses
-from foldray.model.further import Further
+from foldray.model.further import MTPModule
 from foldray.model.heads import HeadAttention, LatentAttention
 from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
 from foldray.model.norms import Norm
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
     moe: MoELayer | TokenHalf | ExpertHalf
     ffn: FeedForward
-    mtp: Further
+    mtp: MTPModule
 
     def __init__(self, ownership: Ownership, layer: int, groups: Groups, backend: MoeBackend, context: ContextMode, later: Later):
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
             self.moe = ExpertHalf(ownership, layer, groups, backend.experts, backend.formats, later)
             return
         if share.mtp:
-            self.mtp = Further(model, later)
+            self.mtp = MTPModule(model, later)
         self.attention_norm = Norm(model)
         attention = LatentAttention if share.attention.latent else HeadAttention
         self.attention = attention(share.attention, model, groups, context, later)
