@@ -57,11 +57,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def make_parser(version: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the whole command line. Its argument `command` is the name of the command.
-
-    Args:
-        version: the version that `--version` tells.
-    """
+    """Return the parser of the whole command line. Its argument `command` is the name of the command."""
     parser = Parser(
         prog="foldray",
         description="Trains Mixture-of-Experts language models on Ray clusters and hides their communication. "
@@ -290,11 +286,7 @@ def _add_run(command: argparse.ArgumentParser, meaning: str = _TRAINED) -> None:
 
 
 def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
-    """Add the arguments for a recipe and for changes to the recipe.
-
-    Args:
-        joins: whether the command joins a Ray cluster. Then it also takes the cluster's address.
-    """
+    """Add the arguments for a recipe and its changes, and for the address if the command joins a Ray cluster."""
     meaning = "YAML file, or the name of one of `foldray recipes`; docs/recipe.md describes its keys"
     command.add_argument("recipe", metavar="RECIPE", help=meaning)
     _add_overrides(command)

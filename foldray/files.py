@@ -21,11 +21,7 @@ _DEEPEST = 40  # levels of nesting
 
 
 def read_text(field: str, path: str | Path, most: int = _MOST_BYTES) -> str:
-    """Return the text of a file.
-
-    Args:
-        field: what the user calls the file.
-        most: the largest size, in bytes.
+    """Return the text of a file of at most `most` bytes.
 
     Raises:
         UserError: the file cannot be read, is too large, is not UTF-8 text, or is not a regular file (reading a device or a
@@ -51,11 +47,7 @@ def load_yaml(field: str, path: str | Path) -> Any:
 
 
 def parse_yaml(field: str, value: str, text: str) -> Any:
-    """Return the values of a YAML text.
-
-    Args:
-        field, value: what the user calls the text, and where it is from.
-    """
+    """Return the values of a YAML text. A mistake names what the text is called (the field), and where it is from."""
     try:
         return read_yaml(text)
     except Exception as error:

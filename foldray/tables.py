@@ -19,12 +19,7 @@ IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -> Row:
-    """Return a row of the table, or a row of the same type that `module:NAME` names.
-
-    Args:
-        field: the recipe key that names the row.
-        kind: the type of the rows.
-    """
+    """Return a row of the table, or a row of the same kind that `module:NAME` names. The recipe's key `field` names the row."""
     if name in table:
         return table[name]
     legal = [*table, OWN]
@@ -55,12 +50,7 @@ class Refused(ValueError):
 
 
 class Among(NamedTuple):
-    """A validator for a text. The help texts list its words.
-
-    Args:
-        words: the words to list.
-        find: raises a UserError for an illegal text. With None, only the words are legal.
-    """
+    """A validator for a text, which `find` refuses with a UserError. Without `find`, only the words are legal. The help lists them."""
 
     words: tuple[str, ...]
     find: Callable[[str], object] | None = None

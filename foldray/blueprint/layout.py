@@ -16,13 +16,7 @@ from foldray.errors import UserError, multiples_near
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of a rank among the ranks that share a sequence.
-
-    Args:
-        cp, tp: context and tensor parallel sizes.
-        cp_rank, tp_rank: the rank's coordinates.
-        slices: lengths of the slices in tokens; their sum is the length of a sequence. None is one slice, of any length.
-    """
+    """The place of a rank among the ranks that share a sequence. Without lengths of slices, there is one slice, of any length."""
 
     cp: int = 1
     tp: int = 1
@@ -31,11 +25,7 @@ class Layout:
     slices: tuple[int, ...] | None = None
 
     def cut(self, length: int) -> list[range]:
-        """Return the positions of each slice of a sequence of `length` tokens.
-
-        Raises:
-            ValueError: the sum of the slices is not `length`.
-        """
+        """Return the positions of each slice of a sequence of `length` tokens."""
         if self.slices is not None and sum(self.slices) != length:
             raise ValueError(f"slices {self.slices} are of sequences of {sum(self.slices)} tokens, not {length}")
         ends = accumulate(self.slices or (length,))
@@ -68,11 +58,7 @@ def smallest_slice(cp: int, tp: int) -> int:
 
 
 def check_length(length: int, cp: int, tp: int, key: str = "data.seq_len") -> None:
-    """Check that sequences or slices of this length can be shared out evenly.
-
-    Args:
-        key: the key of the recipe that sets the length.
-    """
+    """Check that sequences or slices of this length, which the recipe's `key` sets, can be shared out evenly."""
     unit = smallest_slice(cp, tp)
     if length % unit:
         rule = f"must be a multiple of {unit} to be cut for cp={cp} (2·cp chunks) and tp={tp}"

@@ -206,9 +206,8 @@ class ModelSpec(Strict):
         if self.rope_scaling is not None and self.positions != "rope":
             raise UserError("model.rope_scaling", "given", f"has no meaning with positions={self.positions}", ["null"])
         if self.rope_scaling is not None and self.rope_theta <= 1:
-            raise UserError(
-                "model.rope_theta", self.rope_theta, "must be more than 1 with rope_scaling, which takes its logarithm"
-            )
+            rule = "must be more than 1 with rope_scaling, which takes its logarithm"
+            raise UserError("model.rope_theta", self.rope_theta, rule)
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])

@@ -31,7 +31,6 @@ class ParameterSpec:
         shape: shape in the whole model. Matrices are [in, out], the embedding and the head [vocab, hidden].
         layer: index of the block; -1 for the embeddings. The final norm and the head belong to the last block before those of
             multi-token prediction.
-        op: kind of the op that computes with it.
         gradient_class: the ranks over which its gradient is summed. "dense" is summed over DP×CP, "expert" over EDP.
             "replicated" is whole on every tensor-parallel rank, which sees only its piece of the sequence, so its gradient
             is summed over TP×DP×CP.

@@ -19,13 +19,7 @@ from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's box of one parameter of the whole model.
-
-    Args:
-        spec: the parameter.
-        offset: first index of the box on each axis of `spec.shape`.
-        shape: shape of the box.
-    """
+    """A rank's box of one parameter of the whole model."""
 
     spec: ParameterSpec
     offset: tuple[int, ...]
@@ -43,11 +37,7 @@ _BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # the order of a block's ops in bac
 
 
 class GradientPart(NamedTuple):
-    """A run of a gradient buffer whose gradients come from the same ops.
-
-    Args:
-        makers: the ops, in the order of backward.
-    """
+    """A run of a gradient buffer whose gradients come from the same ops, in the order of backward."""
 
     elements: int
     makers: tuple[Maker, ...]

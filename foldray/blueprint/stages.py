@@ -11,14 +11,7 @@ from foldray.errors import UserError
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of blocks that one pipeline position computes in one go.
-
-    Args:
-        number: number among all virtual stages, from 0.
-        position: its pipeline position.
-        layers: its blocks, with those of multi-token prediction.
-        first, last: whether it begins with the embedding, and whether it has the head and the loss.
-    """
+    """A run of blocks that one pipeline position computes in one go. The last one has the head, and blocks of further tokens."""
 
     number: int
     position: int

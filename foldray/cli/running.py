@@ -10,23 +10,19 @@ from foldray import completion
 from foldray.cli.output import recipe_of, say, say_either, say_json, say_nothing_more
 from foldray.errors import MissingPackage, UserError
 from foldray.files import write_picture
-from foldray.recipe import Recipe, shipped
+from foldray.recipe import shipped
 
 
 def train(given: argparse.Namespace) -> int:
     recipe = recipe_of(given)
     from trainers.driver.entry import train as run
 
-    return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
+    search: Any = None
+    if recipe.schedule.opened:  # the recipe leaves values open
+        from tuners import OnlineSearch
 
-
-def _search(recipe: Recipe) -> Any:
-    """Return the search for the values that a recipe leaves open, or None if the recipe leaves none open."""
-    if not recipe.schedule.opened:
-        return None
-    from tuners import OnlineSearch
-
-    return OnlineSearch
+        search = OnlineSearch
+    return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=search)
 
 
 def submit(given: argparse.Namespace) -> int:

@@ -58,8 +58,6 @@ class Groups:
         expert_stage: the ranks of a position of such experts.
         tokens_line: the line in which all-to-alls of tokens start.
         rows_line: the line in which this rank begins to receive rows, if the experts have ranks of their own.
-        traffic: counts of all bytes that this rank has sent.
-        activity: what this rank is doing.
         timeout: timeout of every collective; None is the default of the process group.
     """
 
@@ -103,7 +101,6 @@ class Groups:
         """Make the process groups. Every rank of the fold must call this. A fold of one rank needs no process group.
 
         Args:
-            timeout: timeout of every collective; None is the default of the process group.
             node: rank → the node of the rank, to count traffic inside a node and between nodes separately. None counts all
                 traffic as inside a node.
             share: whether classes of gradients with the same members share a process group. None shares over NCCL, where each one
@@ -187,8 +184,7 @@ def _process_group(
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
     """Make the process groups of a family, and return this rank's with its members.
 
-    Args:
-        traffic: the class of traffic, which needs no group for a single member; None makes such groups, too.
+    A single member gets no group for a class of traffic, which needs none. Without a class, it gets one.
     """
     # A family may leave out ranks: a middle stage has no part in a tied embedding.
     mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (None, (rank,))

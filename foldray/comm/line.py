@@ -33,12 +33,7 @@ class Line:
         self._thread: Thread | None = None
 
     def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
-        """Start an operation at once, or put it at the end of the line.
-
-        Args:
-            begin: starts the operation. It waits for what the operation needs.
-            ready: whether `begin` would not wait.
-        """
+        """Start an operation at once, or put it at the end of the line. If it is `ready`, `begin` would not wait."""
         if device is not None and device.type == "cuda":
             return begin() if ready and not self._later else self._line_up(self._beside(begin, device))
         with self._lock:

@@ -22,9 +22,6 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
     """Run each operation that this fold uses, on a few numbers of the type that the operation sends.
 
     Every rank of the fold must call this.
-
-    Raises:
-        UnsupportedBackend: an operation fails.
     """
     wide = torch.promote_types(dtype, torch.float32)
     sums: dict[str, Operation] = {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}

@@ -21,12 +21,7 @@ from foldray.kernels import fused
 
 
 class Padded(NamedTuple):
-    """Assignments in rows of which every expert has equally many (`pad_by_expert`).
-
-    Args:
-        token_N: the token of each row; T for an empty row.
-        position_TK: the row of each assignment, -1 if dropped.
-    """
+    """The token of each row (T for an empty one), and the row of each assignment (-1 if dropped). Experts have as many rows."""
 
     token_N: Tensor
     position_TK: Tensor
@@ -36,10 +31,6 @@ def sort_by_expert(
     expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, kept: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the kept assignments by expert. Assignments of one expert stay in the order of tokens.
-
-    Args:
-        keep_TK: false for a dropped assignment; None keeps all.
-        kept: number of kept assignments, if the host knows it.
 
     Returns:
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
@@ -101,11 +92,8 @@ def permute(
 def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool = True) -> Tensor:
     """Sum the rows of each token: out_TH[t] = Σ_k weight_TK[t, k] · y_NH[position_TK[t, k]].
 
-    Args:
-        y_NH: the rows; each belongs to at most one assignment. If there are drops, all numbers must be finite.
-        position_TK: the row of each assignment; -1 means dropped and adds nothing, whatever the weight is.
-        weight_TK: the weights, in any floating type; products and sums have at least float32.
-        drops: whether any position may be -1. Without drops, there is less to do.
+    Each row belongs to at most one assignment. A position of -1 means dropped and adds nothing, whatever the weight is; but then
+    all numbers of rows must be finite. Without `drops`, there is less to do. Products and sums have at least float32.
     """
     return _Combine.apply(y_NH, position_TK, weight_TK, drops)
 
@@ -194,12 +182,9 @@ def _unpermute(rows_NH: Tensor, position_TK: Tensor, drops: bool) -> Tensor:
 
 
 class _Bags(NamedTuple):
-    """One bag of rows per token.
+    """One bag of rows per token: rows, bag by bag; where each bag begins, and M; and which rows count (None if all do).
 
-    Args:
-        row_M: rows, bag by bag.
-        offset: where each bag begins, and M.
-        kept_TK: which of them count; None if all do. Rows that do not count are numbers of any existing row.
+    Rows that do not count are numbers of any existing row.
     """
 
     row_M: Tensor

@@ -25,12 +25,9 @@ from foldray.model.slices import KeysAndValues, slice_attention
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The positions of a slice that this rank holds, and the keys that its queries see.
+    """The positions of a slice that this rank holds (its shard), and the keys that queries see, by the name of the window.
 
-    Args:
-        position_S: positions of the context-parallel shard of the slice, int64.
-        sights: the keys that queries see, by the name of the window.
-        rotations: what `rotation` has computed for these positions. Slices with the same positions may share it.
+    Slices with the same positions may share their rotations.
     """
 
     position_S: torch.Tensor
@@ -73,8 +70,7 @@ class Attention(nn.Module, ABC):
     def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
 
-        Args:
-            memory: keys and values of earlier slices; the call adds those of this slice. Whole sequences do not use it.
+        The call adds keys and values of this slice to the memory of earlier ones. Whole sequences do not use it.
         """
         q_BNSD, k_BGSD, v_BGSV = self._projected(x_BsH, place)
         return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.sights[self.share.window], memory))

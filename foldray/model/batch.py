@@ -21,11 +21,9 @@ IGNORED = -100
 class Batch(NamedTuple):
     """The whole sequences of one micro-batch. All ranks of a data-parallel place get the same batch; each takes its piece.
 
-    Args:
-        token_BL: tokens, int64.
-        target_BL: targets, int64; `IGNORED` for a target that does not count.
-        segment_BL: the document number of each token. Each document is as if it stood alone: attention does not cross
-            documents, and positions, windows and further tokens begin and end with them. None is one document.
+    Tokens and targets are int64. `IGNORED` is a target that does not count. Segments are the document number of each token: each
+    document is as if it stood alone. Attention does not cross documents, and positions, windows and further tokens begin and end
+    with them. None is one document.
     """
 
     token_BL: torch.Tensor
@@ -112,12 +110,9 @@ class Losses(NamedTuple):
 
 
 def all_losses(losses: Sequence[Losses], control: Communicator, beside: torch.Tensor | None = None) -> Losses:
-    """Return the sum over micro-batches and ranks. All ranks of `control` must call this.
+    """Return the sum over micro-batches and ranks, and replace other float64 numbers (`beside`) by their sums over the ranks.
 
-    One all-reduce carries all fields in float64, which holds counts exactly.
-
-    Args:
-        beside: other numbers in float64, which are replaced by their sums over the ranks.
+    All ranks of `control` must call this. One all-reduce carries all fields in float64, which holds counts exactly.
     """
     local = Losses(*(torch.stack(values).sum(0) for values in zip(*losses, strict=True)))
     sent = [*local, *(() if beside is None else (beside,))]

@@ -23,12 +23,8 @@ class Cache:
     The results are those of one pass over the whole sequences, up to rounding. There are no gradients. The cache keeps all keys,
     also those that no later query sees because of a window. Its memory doubles when it is full.
 
-    Args:
-        model: a model that this process holds alone. Its experts must not drop tokens, because the capacity of an expert
-            depends on tokens that are not there yet.
-
-    Attributes:
-        seen: number of tokens so far.
+    This process must hold the model alone. Its experts must not drop tokens, because the capacity of an expert depends on tokens
+    that are not there yet.
     """
 
     def __init__(self, model: Transformer, sequences: int = 1):

@@ -79,10 +79,7 @@ class Vocabulary(nn.Module):
         return product(gather_sequence(x_BsH, self.tensor), self.weight, self.later, transposed=True)
 
     def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
-        """Return the cross-entropy, summed over the shard's targets that count: a scalar of at least float32.
-
-        It is the same on all TP ranks.
-        """
+        """Return the cross-entropy, summed over the shard's targets that count: at least float32, the same on all TP ranks."""
         logits_BSV = self.logits(x_BsH)
         logits_TV = logits_BSV.to(at_least_float32(logits_BSV)).flatten(0, 1)
         if self.tensor.size == 1:

@@ -27,12 +27,7 @@ _SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing thi
 
 
 class Part(NamedTuple):
-    """A run of keys that a run of queries is computed with at once.
-
-    Args:
-        keys: indices of the keys in the tensor that holds them.
-        mask: which of these keys each query sees.
-    """
+    """A run of keys that a run of queries is computed with at once: indices in the tensor that holds the keys, and the mask."""
 
     keys: slice
     mask: Mask
@@ -40,11 +35,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """The keys that this rank's queries of a slice see.
+    """The keys that this rank's queries of a slice see. The slice may be the whole sequence of `length` tokens.
 
     Args:
-        tokens: positions of the slice; all positions if the sequence is not cut.
-        length: tokens of the whole sequence.
+        tokens: positions of the slice.
         shards: for each context-parallel member, positions of the chunks of the slice that it holds.
         index: this rank's index among the members.
         segment_BL: document numbers of the whole sequences; None is one document.

@@ -316,9 +316,8 @@ class Transformer(nn.Module):
     def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the language loss of some tokens, summed: a scalar to differentiate, and one to report, in float64.
 
-        Args:
-            x_BsH: output of the last block for these tokens, or of a block of multi-token prediction.
-            tokens: their indices in this rank's piece.
+        `x_BsH` is the output of the last block for these tokens, or of a block of multi-token prediction. The tokens are
+        indices in this rank's piece.
         """
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
         position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()

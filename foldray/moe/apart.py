@@ -46,11 +46,9 @@ class TokenExchange:
     def start_back(self, like: Rows, counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive results, or the gradients of rows, as soon as the numbers of rows are known.
 
-        Args:
-            like: tensors without rows, of the types and widths of what comes.
-            counts: returns the number of rows from each receiver; it may wait.
-            ready: whether to start at once: `counts` would not wait, or the rows go to a GPU. There, a receive that another
-                thread starts would come out of order, and communicators that share a device need one order on all ranks.
+        `like` are tensors without rows, of the types and widths of what comes. `ready` starts at once: `counts` would not wait,
+        or the rows go to a GPU. There, a receive that another thread starts would come out of order, and communicators that
+        share a device need one order on all ranks.
         """
         return _receive(self._line, self._down, self._receivers, like, counts, self._back, ready)
 
@@ -138,15 +136,7 @@ class TokenHalf(nn.Module):
 class ExpertHalf(nn.Module):
     """The half of a MoE layer on a rank that owns experts."""
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        layer: int,
-        groups: Groups,
-        kind: Kind = "grouped",
-        wire: Wire | None = None,
-        later: Later | None = None,
-    ):
+    def __init__(self, ownership: Ownership, layer: int, groups: Groups, kind: Kind, wire: Wire | None, later: Later):
         super().__init__()
         moe, hidden = ownership.share(layer).moe, ownership.model.hidden
         assert moe, f"block {layer} is dense"

@@ -58,12 +58,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a layer uses its experts.
-
-    Args:
-        tally: sums over this rank's pieces.
-        share_BE: each expert's share of the assignments of a whole sequence; the shares of a sequence sum to 1.
-        length: tokens of a whole sequence.
+    """How evenly a layer uses its experts: each expert's share of the assignments of a whole sequence of `length` tokens (the
+    shares of a sequence sum to 1), and the sums over this rank's pieces.
     """
 
     tally: Tally

@@ -88,10 +88,8 @@ class RowCounts(NamedTuple):
 class Received:
     """The row counts of a dispatch, on the host. They may still be on their way; the first reader waits for them.
 
-    Args:
-        coming: brings one tensor, the counts in any order, which `arrange` puts in order.
-        index: the receiver's index among the ETP ranks.
-        stream: on a GPU, the stream on which the counts go on to the host, beside what is computed; else None.
+    One tensor brings the counts in any order, and `arrange` puts them in order. On a GPU, they go on to the host on a stream of
+    their own, beside what is computed. The index is the receiver's among the ETP ranks.
     """
 
     def __init__(

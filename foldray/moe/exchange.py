@@ -89,11 +89,8 @@ class AllToAll:
 
 
 class _ExchangedCounts(NamedTuple):
-    """What all members of a group have sent of their rows: for each member `Sent.counts`, one after another.
-
-    Args:
-        member: place of a rank in its ETP group, and in its EP group → its number.
-        experts, ranks: number of all experts, and of EP ranks.
+    """What all members of a group have sent of their rows: `Sent.counts`, one after another. A member's number is that of its
+    places in its ETP group and in its EP group.
     """
 
     numbers: list[int]

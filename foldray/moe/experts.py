@@ -24,14 +24,7 @@ class Experts(nn.Module):
     """This rank's shares of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H].
 
     ETP cuts the inner width of every expert. `up_bias` [E_local · W] and `down_bias` [E_local · H] are None without
-    biases. They are vectors, which do not decay.
-
-    Args:
-        ids: global ids of the experts.
-        share: sizes of this rank's share of an expert.
-        slices: communicator of the ETP ranks.
-        kind: how `expert_ffn` computes.
-        later: where gradients of weights may be left for later.
+    biases. They are vectors, which do not decay. The ids of experts are global.
     """
 
     def __init__(

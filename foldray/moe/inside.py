@@ -33,12 +33,8 @@ class InsideNode(NamedTuple):
     def run(self, compute: Callable[[Rows, Received], torch.Tensor], rows: Rows, received: Received) -> torch.Tensor:
         """Pass rows on to the ranks of their experts, compute them there, and sum what comes back: [N, H] → [N, H].
 
-        All ranks of the node must call this. They wait for each other.
-
-        Args:
-            compute: the experts of this rank, [M, H] → [M, H].
-            rows: the rows that have arrived, their weights [N, K], and the numbers of their experts on this node, −1 for experts
-                of other nodes [N, K].
+        All ranks of the node must call this. They wait for each other. Beside the rows are their weights [N, K], and the
+        numbers of their experts on this node, −1 for experts of other nodes [N, K].
         """
         rows_NH, weight_NK, expert_NK = rows
         inside = received.inside

@@ -29,7 +29,6 @@ class MoeBackend:
     Args:
         gate: chooses experts from logits; None is `TopKGate`.
         permutation: copies tokens to rows for each assignment, and sums rows; None is `TorchPermutation`.
-        experts: how `expert_ffn` computes the experts.
         dispatch: whether a token travels for each assignment, or once to each rank. With `Fold.ep_inside`, it travels once to
             each node, and from there once to each rank.
         wire: how rows are written for the wire (`wire.WIRES`); None leaves them as they are.

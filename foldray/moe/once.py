@@ -40,11 +40,8 @@ class OncePerRank(NamedTuple):
     """How ordinary expert parallelism sends a token once to every rank, or to every node. The host does not wait for the device.
 
     So it does not know how many rows there are before it reads their counts, and the tensors that leave have room for T · D
-    rows. `Sent.memory` is the token of each row and the rows of each token (`Encoded`).
-
-    Args:
-        ranks: number of EP ranks. Each has a run of the experts.
-        inside: how many of them share a node, to which a token travels once. With 1, it travels once to every rank.
+    rows. `Sent.memory` is the token of each row and the rows of each token (`Encoded`). Each of the EP ranks has a run of the
+    experts, and `inside` of them share a node. With more than 1, a token travels once to a node, and not to a rank.
     """
 
     ranks: int
@@ -73,13 +70,8 @@ class OncePerRank(NamedTuple):
 class Encoded(NamedTuple):
     """The rows of one rank's tokens, sorted by the rank that they go to. There may be more of them than pairs.
 
-    Args:
-        rows_NH: the tokens.
-        weight_NK: the weights of a token's experts; 0 for those of other ranks.
-        expert_NK: the numbers of the experts on the rank that the row goes to, int32; −1 for experts of other ranks.
-        token_N: the token of each row, int64.
-        position_TD: the rows of each token; −1 if it has fewer.
-        goes_TR: whether a token has a row for a rank, bool.
+    Beside the rows are the weights of a token's experts (0 for those of other ranks), and the numbers of the experts on the rank
+    that the row goes to (int32; −1 for experts of other ranks). The rows of a token are −1 if it has fewer than D.
     """
 
     rows_NH: torch.Tensor

@@ -17,10 +17,7 @@ _GOLDEN = 0.6180339887498949  # multiples of the golden ratio fill the unit inte
 
 
 class Pattern:
-    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share of the tokens, up to a token or so.
-
-    `expert_shares` says what the shares are.
-    """
+    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share (`expert_shares`), up to a token or so."""
 
     def __init__(self, experts: int, topk: int, skew: float):
         self.topk = topk

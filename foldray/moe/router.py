@@ -47,10 +47,9 @@ class Routing:
 
 
 class TokenPiece(NamedTuple):
-    """The place of a piece in its micro-batch.
+    """The place of a piece in its micro-batch. It has T / B tokens of each sequence.
 
     Args:
-        sequences: B, the number of sequences; the piece has T / B tokens of each.
         length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
         before: sum of the tallies of earlier pieces; None for the first piece.
         position_s: positions of the piece in the sequences, for a pattern; None if it has whole sequences.

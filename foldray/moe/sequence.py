@@ -15,12 +15,7 @@ from foldray.kernels.transfer import to_device
 
 
 class _Positions(NamedTuple):
-    """The positions of whole sequences of one length.
-
-    Args:
-        own_s: positions that this rank holds.
-        order_L: for each position, its index among those of all ranks, one rank after another.
-    """
+    """The positions that this rank holds, and for each position its index among those of all ranks, one rank after another."""
 
     own_s: torch.Tensor
     order_L: torch.Tensor

@@ -99,13 +99,9 @@ def _grouped(x_NH: torch.Tensor) -> torch.Tensor:
 
 
 def write(rows: Sequence[torch.Tensor], form: Format | None) -> tuple[list[torch.Tensor], Read]:
-    """Write rows, and what is beside them.
+    """Write rows in a format (None leaves them as they are), and what is beside them.
 
     Each message takes time to start. So what is beside the rows travels side by side in one tensor, as bytes.
-
-    Args:
-        rows: the rows, and other tensors with as many rows.
-        form: the format of the rows; None leaves them as they are.
 
     Returns:
         What travels, and what makes tensors like `rows` of it where it has arrived. The latter keeps no tensor.

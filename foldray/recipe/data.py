@@ -106,12 +106,11 @@ class DataSpec(Strict):
         """The sources by name, each as a section `data` of its own. A section without a mixture is its own part, named ""."""
         if self.sources is None:
             return {"": self}
-        return {
-            name: self.model_copy(
-                update={"sources": None, **{key: value for key, value in part if value is not None and key != "weight"}}
-            )
-            for name, part in self.sources.items()
-        }
+        parts = {}
+        for name, part in self.sources.items():
+            given = {key: value for key, value in part if value is not None and key != "weight"}
+            parts[name] = self.model_copy(update={"sources": None, **given})
+        return parts
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -171,15 +170,10 @@ def _check_source(field: str, data: DataSpec) -> None:
 
 
 def _check_chat(field: str, data: DataSpec, given: dict[str, Any] | None = None) -> None:
-    """Refuse keys of conversations for other kinds of text.
-
-    Args:
-        given: the values of these keys; None takes those of `data`.
-    """
+    """Refuse keys of conversations for other kinds of text. Their values are those of `data` if none are given."""
     for key in ("messages_field", "train_on") if data.source != "conversations" else ():
         default = type(data).model_fields[key].default
         value = getattr(data, key) if given is None else given[key]
         if value not in (None, default):
-            raise UserError(
-                f"{field}.{key}", value, f"has no meaning with source={data.source}, only with conversations", [default]
-            )
+            rule = f"has no meaning with source={data.source}, only with conversations"
+            raise UserError(f"{field}.{key}", value, rule, [default])

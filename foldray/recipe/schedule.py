@@ -95,12 +95,8 @@ class ScheduleSpec(Strict):
     def _size(cls, given: Any) -> Any:
         if given in (None, "auto") or (isinstance(given, int) and 0 < given <= MOST_BYTES):
             return given
-        raise UserError(
-            "schedule.sp_bytes",
-            given,
-            "must be a whole number of bytes, at least 1, or auto",
-            [f"1…{MOST_BYTES}", "auto", "null"],
-        )
+        rule = "must be a whole number of bytes, at least 1, or auto"
+        raise UserError("schedule.sp_bytes", given, rule, [f"1…{MOST_BYTES}", "auto", "null"])
 
     @model_validator(mode="before")
     @classmethod

@@ -17,12 +17,7 @@ _QUICKSTART = "quickstart.yaml"
 
 
 class Shipped(NamedTuple):
-    """A recipe of foldray's.
-
-    Args:
-        path: its file.
-        about: what it is, in a few sentences.
-    """
+    """A recipe of foldray's: its file, and what it is, in a few sentences."""
 
     path: Path
     about: str
