@@ -50,7 +50,7 @@ class Refused(ValueError):
 
 
 class Among(NamedTuple):
-    """A validator for a text, which `find` refuses with a UserError. Without `find`, only the words are legal. The help lists them."""
+    """A validator for a text, which `find` refuses with a UserError. Without it, only the words are legal. Help lists them."""
 
     words: tuple[str, ...]
     find: Callable[[str], object] | None = None

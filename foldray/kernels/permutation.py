@@ -20,13 +20,6 @@ from torch.autograd.function import once_differentiable
 from foldray.kernels import fused
 
 
-class Padded(NamedTuple):
-    """The token of each row (T for an empty one), and the row of each assignment (-1 if dropped). Experts have as many rows."""
-
-    token_N: Tensor
-    position_TK: Tensor
-
-
 def sort_by_expert(
     expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, kept: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,10 +37,11 @@ def sort_by_expert(
     return order_N // topk, position_M.view(num_tokens, topk), start_E.diff()
 
 
-def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, capacity: int) -> Padded:
+def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Sort the kept assignments by expert, and pad every expert to `capacity` rows. The host does not wait for the device.
 
-    No expert may keep more assignments than `capacity`.
+    No expert may keep more assignments than `capacity`. Returns the token of each row (T for an empty one), and the row of each
+    assignment (-1 if dropped).
     """
     num_tokens, topk = expert_TK.shape
     order_M, key_M, start_E = _sorted(expert_TK, keep_TK, num_experts)
@@ -56,7 +50,7 @@ def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, c
     place_M = place_M.clamp_max(rows)  # dropped assignments, behind all others, share a row that is cut off
     token_N = torch.full((rows + 1,), num_tokens, device=key_M.device).scatter_(0, place_M, order_M // topk)[:rows]
     position_M = torch.empty_like(order_M).scatter_(0, order_M, torch.where(place_M < rows, place_M, -1))
-    return Padded(token_N, position_M.view(num_tokens, topk))
+    return token_N, position_M.view(num_tokens, topk)
 
 
 def _sorted(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -54,8 +54,7 @@ class TokenExchange:
 
 
 class ExpertExchange:
-    """The exchange of a rank that owns experts: `before` is the position of the attention that sends rows, `after` that of the
-    one that gets the results."""
+    """The exchange of a rank that owns experts, with the attention before them, which sends rows, and the one after them."""
 
     def __init__(self, groups: Groups, before: int, after: int, wire: Wire | None = None):
         fold, routes = groups.fold, Routes(groups.fold)

@@ -136,12 +136,9 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
         return UserError(field, value, refused.rule, [*refused.legal, *more])
     if kind == "string_pattern_mismatch":
         return UserError(field, value, "may hold letters, digits, '.', '_' and '-', and begins with a letter or digit")
-    return UserError(field, value, _rule(kind, first["msg"]), section.model_fields if kind == "model_type" else None)
-
-
-def _rule(kind: str, message: str) -> str:
     plain = _PLAIN.get(kind) or _PLAIN.get(kind.split("_")[0])
-    return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
+    rule = plain or f"must {first['msg'].split(' should ')[-1].replace(' after validation', '')}"
+    return UserError(field, value, rule, section.model_fields if kind == "model_type" else None)
 
 
 def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
