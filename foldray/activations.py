@@ -41,9 +41,5 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def find_activation(name: str) -> Activation:
-    """Return a row by its name, or by `module:NAME`.
-
-    Raises:
-        UserError: the table has no row of this name, or `module:NAME` cannot be imported or is not an `Activation`.
-    """
+    """Return a row by its name, or by `module:NAME`."""
     return find_row("model.ffn", ACTIVATIONS, Activation, name)

@@ -9,8 +9,7 @@ _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 def in_bytes(size: float, decimal: bool = False) -> str:
     """Return bytes with three digits in the largest unit that makes at least one, such as "2.5 MiB".
 
-    Args:
-        decimal: whether a unit is 1000 of the one before, as for links, and not 1024.
+    Decimal units, as for links, are 1000 of the one before, and not 1024.
     """
     step, units = (1000, _DECIMAL) if decimal else (1024, _BINARY)
     unit = 0

@@ -57,11 +57,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def make_parser(version: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the whole command line. Its argument `command` is the name of the command.
-
-    Args:
-        version: the version that `--version` tells.
-    """
+    """Return the parser of the whole command line. Its argument `command` is the name of the command."""
     parser = Parser(
         prog="foldray",
         description="Trains Mixture-of-Experts language models on Ray clusters and hides their communication. "
@@ -74,14 +70,10 @@ def make_parser(version: str = "") -> argparse.ArgumentParser:
     _add_tuning(commands)
     _add_planning(commands)
     _add_inference(commands)
-    _add_status(commands)
-    _add_health(commands)
-    _add_export(commands)
-    _add_import(commands)
-    _add_slice(commands)
-    _add_explain(commands)
-    _add_recipes(commands)
-    _add_completion(commands)
+    _add_watching(commands)
+    _add_hugging_face(commands)
+    _add_folds(commands)
+    _add_shell(commands)
     return parser
 
 
@@ -104,21 +96,17 @@ def _add_training(commands: Any) -> None:
     _add_recipe(command, joins=True)
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
     _add_skew(command)
-    command.add_argument(
-        "--all", action="store_true", help="compare small recipes for all known ways in which parallel training goes wrong"
-    )
+    meaning = "compare small recipes for all known ways in which parallel training goes wrong"
+    command.add_argument("--all", action="store_true", help=meaning)
 
 
 def _add_measuring(commands: Any) -> None:
     command = _add(commands, "bench", "Measure schedules side by side, on this machine or a cluster.")
     _add_recipe(command, joins=True)
-    command.add_argument(
-        "--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]",
-        help="schedule to measure, such as stream:4; repeat the option to compare several",
-    )  # fmt: skip
-    command.add_argument(
-        "--rounds", type=int, default=7, metavar="N", help="rounds; each round runs every schedule once (default %(default)s)"
-    )
+    meaning = "schedule to measure, such as stream:4; repeat the option to compare several"
+    command.add_argument("--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help=meaning)
+    meaning = "rounds; each round runs every schedule once (default %(default)s)"
+    command.add_argument("--rounds", type=int, default=7, metavar="N", help=meaning)
     command.add_argument(
         "--skew", dest="skews", type=float, action="append", default=[], metavar="S",
         help="instead of schedules, measure the recipe's own one under uneven routing: expert e gets tokens as (e + 1)^-S; "
@@ -145,17 +133,12 @@ def _add_tuning(commands: Any) -> None:
 
 def _add_planning(commands: Any) -> None:
     command = _add(commands, "plan", "Find the fastest folds and schedules for a model on a cluster, by predicted step time.")
-    command.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="YAML file with the model, sequences, batch, precision and number of workers"
-    )
+    meaning = "YAML file with the model, sequences, batch, precision and number of workers"
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help=meaning)
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe")
     command.add_argument("--model", help="named model, such as mixtral-8x22b (default: that of the recipe)")
-    command.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NAME",
-        help="known cluster, such as eos-h100, or a file that `foldray calibrate` wrote",
-    )
+    meaning = "known cluster, such as eos-h100, or a file that `foldray calibrate` wrote"
+    command.add_argument("--cluster", required=True, metavar="NAME", help=meaning)
     sizes = (("gpus", "number of GPUs"), ("seq-len", "tokens per sequence"), ("global-batch", "sequences per step"))
     for name, meaning in sizes:
         command.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
@@ -163,28 +146,17 @@ def _add_planning(commands: Any) -> None:
         command.add_argument(f"--{axis}", type=int, metavar="N", help=f"only folds with this {axis} (default: all legal sizes)")
     command.add_argument("--dtype", help="type of weights and activations (default: that of the recipe, else bf16)")
     _add_skew(command)
-    command.add_argument(
-        "--imbalance", type=float, default=1.0, metavar="X",
-        help="plan memory for ranks whose experts get X times the mean number of rows (default %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--sharding", choices=("zero1", "zero3"), default="zero1",
-        help="what ZeRO shards: the optimizer's state, or weights and gradients too (default %(default)s)",
-    )  # fmt: skip
+    meaning = "plan memory for ranks whose experts get X times the mean number of rows (default %(default)s)"
+    command.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=meaning)
+    meaning = "what ZeRO shards: the optimizer's state, or weights and gradients too (default %(default)s)"
+    command.add_argument("--sharding", choices=("zero1", "zero3"), default="zero1", help=meaning)
     command.add_argument("--top", type=int, default=10, metavar="K", help="number of results to show (default %(default)s)")
-    command.add_argument(
-        "--list", type=int, default=0, metavar="N",
-        help="also show what the first N would take with found lists (schedule.kind: list); this may take a minute for each",
-    )  # fmt: skip
-    command.add_argument(
-        "--disaggregate", action="store_true",
-        help="plan workers of their own for the experts (DisagMoE), and compare them with the best plan without",
-    )  # fmt: skip
-    command.add_argument(
-        "--picture",
-        metavar="FILE.png",
-        help="also draw step time against memory; with --disaggregate, the roofline of both sides",
-    )
+    meaning = "also show what the first N would take with found lists (schedule.kind: list); this may take a minute for each"
+    command.add_argument("--list", type=int, default=0, metavar="N", help=meaning)
+    meaning = "plan workers of their own for the experts (DisagMoE), and compare them with the best plan without"
+    command.add_argument("--disaggregate", action="store_true", help=meaning)
+    meaning = "also draw step time against memory; with --disaggregate, the roofline of both sides"
+    command.add_argument("--picture", metavar="FILE.png", help=meaning)
     command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")
     command.add_argument("--fit", type=Path, metavar="FILE.csv", help="fit the planner's constants to published rows instead")
 
@@ -210,19 +182,14 @@ def _add_inference(commands: Any) -> None:
     )  # fmt: skip
     _add_run(command)
     command.add_argument("--prompt", required=True, metavar="TEXT", help='text to continue; "" begins a new document')
-    command.add_argument(
-        "--chat", action="store_true", help="take TEXT as the message of a user, and answer in the chat template of the tokenizer"
-    )
+    meaning = "take TEXT as the message of a user, and answer in the chat template of the tokenizer"
+    command.add_argument("--chat", action="store_true", help=meaning)
     command.add_argument("--system", metavar="TEXT", help="with --chat: the message of the system before it")
     command.add_argument("--tokens", type=int, default=128, metavar="N", help="most tokens to add (default %(default)s)")
-    command.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T",
-        help="divides the logits: lower is more probable text, and 0 takes the most probable token (default %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P",
-        help="draw only the most probable tokens, which make up the probability P together (default %(default)s: all)",
-    )  # fmt: skip
+    meaning = "divides the logits: lower is more probable text, and 0 takes the most probable token (default %(default)s)"
+    command.add_argument("--temperature", type=float, default=1.0, metavar="T", help=meaning)
+    meaning = "draw only the most probable tokens, which make up the probability P together (default %(default)s: all)"
+    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help=meaning)
     command.add_argument("--top-k", type=int, metavar="K", help="draw only the K most probable tokens (default: all)")
     command.add_argument("--seed", type=int, metavar="S", help="seed of the draws, for the same text again (default: random)")
 
@@ -232,46 +199,35 @@ def _add_inference(commands: Any) -> None:
     command.add_argument("--seq-len", type=int, metavar="N", help="tokens of a window (default: data.seq_len of the training)")
 
 
-def _add_status(commands: Any) -> None:
+def _add_watching(commands: Any) -> None:
     command = _add(
         commands, "status", "Show how a run is doing: its step, its last checkpoint, its failures, and what its ranks do."
     )
     _add_run(command, "folder of a run, which may still train")
 
-
-def _add_health(commands: Any) -> None:
     command = _add(commands, "health", "Show how evenly a run uses its experts: full, dead and starved ones, by MoE layer.")
     _add_run(command, "folder of a run, which may still train")
     command.add_argument("--picture", metavar="FILE.png", help="also draw the whole run on one page")
 
 
-def _add_export(commands: Any) -> None:
+def _add_hugging_face(commands: Any) -> None:
     command = _add(commands, "export-hf", "Write a trained model as a folder that Hugging Face's transformers loads.")
     _add_run(command)
     command.add_argument("folder", type=Path, metavar="DIR", help="folder to write; it must not exist")
-    command.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="type of the weights (default: that of the training)",
-    )
+    meaning = "type of the weights (default: that of the training)"
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help=meaning)
 
-
-def _add_import(commands: Any) -> None:
     command = _add(commands, "import-hf", "Write a recipe that trains a model of Hugging Face's transformers further.")
     command.add_argument("folder", metavar="DIR", help="folder of the model: config.json, weights in safetensors, tokenizer")
     command.add_argument("path", type=Path, metavar="RECIPE", help="file to write (.yaml); it must not exist")
     command.add_argument("--tokenizer", metavar="DIR", help='folder of the tokenizer, or "byte" (default: the model\'s folder)')
     command.add_argument("--upcycle", type=int, metavar="N", help="make N experts of each network of a model without experts")
     command.add_argument("--topk", type=int, metavar="K", help="with --upcycle: experts that each token takes (default: 2)")
-    command.add_argument(
-        "--granularity",
-        type=int,
-        metavar="G",
-        help="with --upcycle: cut each of the N experts into G, and take K · G (default: 1)",
-    )
+    meaning = "with --upcycle: cut each of the N experts into G, and take K · G (default: 1)"
+    command.add_argument("--granularity", type=int, metavar="G", help=meaning)
 
 
-def _add_slice(commands: Any) -> None:
+def _add_folds(commands: Any) -> None:
     command = _add(commands, "slice", "Show how a sequence is cut for attention and for the experts.")
     sizes = (("seq-len", "tokens per sequence"), ("degree", "number of pieces"), ("hidden", "width of the model"),
              ("heads", "number of attention heads"))  # fmt: skip
@@ -280,30 +236,21 @@ def _add_slice(commands: Any) -> None:
     command.add_argument("--kind", choices=SLICINGS, default="time_uniform", help="how to cut attention (default %(default)s)")
     command.add_argument("--multiple-of", type=int, default=1, metavar="N", help="make every length a multiple of N (default 1)")
 
-
-def _add_explain(commands: Any) -> None:
     command = _add(commands, "explain", "Draw the groups of a fold, or say why it is illegal and which folds are near.")
-    command.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="YAML file whose fold to draw, in place of the options below"
-    )
+    meaning = "YAML file whose fold to draw, in place of the options below"
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help=meaning)
     _add_overrides(command)
     command.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     for axis, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         command.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}-parallel size (default 1)")
-    command.add_argument(
-        "--expert-ranks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="give the last N ranks to the experts alone (default 0: share all)",
-    )
+    meaning = "give the last N ranks to the experts alone (default 0: share all)"
+    command.add_argument("--expert-ranks", type=int, default=0, metavar="N", help=meaning)
     command.add_argument("--expert-pp", type=int, metavar="N", help="pipeline positions of the experts' own ranks (default: pp)")
     command.add_argument("--order", default=ORDERS[0], help="attention's axes, neighbouring ranks first (default %(default)s)")
     command.add_argument("--moe-order", default=ORDERS[1], help="experts' axes, neighbouring ranks first (default %(default)s)")
     command.add_argument("--ranks-per-node", type=int, metavar="N", help="also show which groups stay inside a node of N ranks")
-    command.add_argument(
-        "--best-order", action="store_true", help="also find the axis orders that keep the busiest groups inside nodes"
-    )
+    meaning = "also find the axis orders that keep the busiest groups inside nodes"
+    command.add_argument("--best-order", action="store_true", help=meaning)
     command.add_argument(
         "--cluster", metavar="NODES",
         help="also find the nodes of all ranks that let the least traffic cross; NODES are their sizes (3,5 or 16x8), a known "
@@ -312,12 +259,10 @@ def _add_explain(commands: Any) -> None:
     command.add_argument("--picture", metavar="FILE.png", help="also draw both grids as a picture")
 
 
-def _add_recipes(commands: Any) -> None:
+def _add_shell(commands: Any) -> None:
     command = _add(commands, "recipes", "List the recipes that come with foldray, or copy them.")
     command.add_argument("--copy", type=Path, metavar="DIR", help="copy them to DIR/recipes, to change them")
 
-
-def _add_completion(commands: Any) -> None:
     command = _add(
         commands, "completion", "Print a script that completes commands, options, recipes and their keys in a shell.",
         epilog="Such as: source <(foldray completion bash), in ~/.bashrc; or foldray completion fish | source.",
@@ -335,19 +280,13 @@ _TRAINED = "folder or URI of a run, for its newest checkpoint, or of a checkpoin
 
 
 def _add_run(command: argparse.ArgumentParser, meaning: str = _TRAINED) -> None:
-    """Add the arguments for a run, or for a trained model."""
     command.add_argument("run", metavar="RUN", help=meaning)
-    command.add_argument(
-        "--trust", action="store_true", help="import the modules that the run's recipe names (module:NAME), which runs their code"
-    )
+    meaning = "import the modules that the run's recipe names (module:NAME), which runs their code"
+    command.add_argument("--trust", action="store_true", help=meaning)
 
 
 def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
-    """Add the arguments for a recipe and for changes to the recipe.
-
-    Args:
-        joins: whether the command joins a Ray cluster. Then it also takes the cluster's address.
-    """
+    """Add the arguments for a recipe and its changes, and for the address if the command joins a Ray cluster."""
     meaning = "YAML file, or the name of one of `foldray recipes`; docs/recipe.md describes its keys"
     command.add_argument("recipe", metavar="RECIPE", help=meaning)
     _add_overrides(command)

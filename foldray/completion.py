@@ -23,20 +23,12 @@ ASKED = "_ARGCOMPLETE"
 
 
 def script(shell: str) -> str:
-    """Return the script that a shell reads, such as in `~/.bashrc`.
-
-    Raises:
-        MissingPackage: argcomplete is not installed.
-    """
+    """Return the script that a shell reads, such as in `~/.bashrc`."""
     return _argcomplete(shell).shellcode(["foldray"], shell=shell)
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Write the completions that a shell asks for, and end the process.
-
-    Raises:
-        MissingPackage: argcomplete is not installed.
-    """
+    """Write the completions that a shell asks for, and end the process."""
     argcomplete = _argcomplete(os.environ.get("_ARGCOMPLETE_SHELL", "bash"))
     yaml, any_file = argcomplete.FilesCompleter(("yaml", "yml")), argcomplete.FilesCompleter()
     completers: dict[str, Callable[..., Iterable[str]]] = {
@@ -63,7 +55,6 @@ def _words(legal: str) -> list[str]:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments of all commands that take a free text."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

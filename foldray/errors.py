@@ -77,7 +77,6 @@ def _short(value: Any) -> str:
 
 
 def _hidden(value: Any) -> Any:
-    """Return a value with the secrets of all its texts hidden."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, dict):

@@ -21,11 +21,7 @@ _DEEPEST = 40  # levels of nesting
 
 
 def read_text(field: str, path: str | Path, most: int = _MOST_BYTES) -> str:
-    """Return the text of a file.
-
-    Args:
-        field: what the user calls the file.
-        most: the largest size, in bytes.
+    """Return the text of a file of at most `most` bytes.
 
     Raises:
         UserError: the file cannot be read, is too large, is not UTF-8 text, or is not a regular file (reading a device or a
@@ -46,23 +42,12 @@ def read_text(field: str, path: str | Path, most: int = _MOST_BYTES) -> str:
 
 
 def load_yaml(field: str, path: str | Path) -> Any:
-    """Return the values of a YAML file.
-
-    Raises:
-        UserError: `read_text` refuses the file, or its text is not YAML.
-    """
+    """Return the values of a YAML file."""
     return parse_yaml(field, str(path), read_text(field, path))
 
 
 def parse_yaml(field: str, value: str, text: str) -> Any:
-    """Return the values of a YAML text.
-
-    Args:
-        field, value: what the user calls the text, and where it is from.
-
-    Raises:
-        UserError: the text is not YAML.
-    """
+    """Return the values of a YAML text. A mistake names what the text is called (the field), and where it is from."""
     try:
         return read_yaml(text)
     except Exception as error:
@@ -130,33 +115,20 @@ class _Loader(yaml.SafeLoader):
 
 
 def check_folder(field: str, path: Path) -> None:
-    """Check that the folder of a file to write exists.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that the folder of a file to write exists."""
     if not path.parent.is_dir():
         raise UserError(field, path, f"cannot be written (the folder {path.parent} does not exist)")
 
 
 def check_picture(path: Path) -> None:
-    """Check the name of a picture before work begins that it will show.
-
-    Raises:
-        UserError: the name does not end in .png, or its folder does not exist.
-    """
+    """Check the name of a picture before work begins that it will show."""
     if path.suffix.lower() != ".png":
         raise UserError("picture", path, "is written as PNG: the name must end in .png")
     check_folder("picture", path)
 
 
 def write_picture(path: str | Path, draw: Callable[[Path], None]) -> None:
-    """Write a PNG with `draw`.
-
-    Raises:
-        UserError: the name does not end in .png, or the file cannot be written.
-        MissingPackage: matplotlib is not installed.
-    """
+    """Write a PNG with `draw`."""
     check_picture(Path(path))
     try:
         draw(Path(path))

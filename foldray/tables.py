@@ -19,15 +19,7 @@ IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -> Row:
-    """Return a row of the table, or a row of the same type that `module:NAME` names.
-
-    Args:
-        field: the recipe key that names the row.
-        kind: the type of the rows.
-
-    Raises:
-        UserError: no row has this name, or `module:NAME` cannot be imported or names an object of another type.
-    """
+    """Return a row of the table, or a row of the same kind that `module:NAME` names. The recipe's key `field` names the row."""
     if name in table:
         return table[name]
     legal = [*table, OWN]
@@ -41,11 +33,7 @@ def find_row(field: str, table: Mapping[str, Row], kind: type[Row], name: str) -
 
 
 def imported(field: str, name: str, legal: Iterable[str] | None = None) -> Any:
-    """Import the object that `module:NAME` names.
-
-    Raises:
-        UserError: the import fails, or the module has no attribute NAME.
-    """
+    """Import the object that `module:NAME` names."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -62,12 +50,7 @@ class Refused(ValueError):
 
 
 class Among(NamedTuple):
-    """A validator for a text. The help texts list its words.
-
-    Args:
-        words: the words to list.
-        find: raises a UserError for an illegal text. With None, only the words are legal.
-    """
+    """A validator for a text, which `find` refuses with a UserError. Without it, only the words are legal. Help lists them."""
 
     words: tuple[str, ...]
     find: Callable[[str], object] | None = None

@@ -86,11 +86,7 @@ LEGAL = (FULL.name, *(f"{name}:TOKENS" for name in SIZED), OWN)
 
 @lru_cache(maxsize=256)
 def find_window(name: str) -> Window:
-    """Return a row by its name, or by `module:NAME`.
-
-    Raises:
-        UserError: no row has this name, or the size is out of bounds.
-    """
+    """Return a row by its name, or by `module:NAME`."""
     sized = re.fullmatch(r"([a-z]+):(\d{1,9})", name)
     if sized and sized[1] in SIZED:
         if not 1 <= int(sized[2]) <= _LARGEST:

@@ -45,9 +45,7 @@ class RopeSpec(NamedTuple):
 
     Args:
         dim: number of a head's columns that turn: the first ones, or with latent attention the last ones.
-        theta: base of the angles.
         interleaved: whether columns 2i and 2i + 1 are a pair. Otherwise columns i and i + dim/2 are.
-        scaling: a change for longer sequences; None without one.
     """
 
     dim: int
@@ -72,10 +70,8 @@ class AttentionSpec(NamedTuple):
     """Causal self-attention.
 
     Args:
-        heads, kv_heads: number of query heads, and of key/value heads. Several query heads may share a key/value head.
+        kv_heads: number of key/value heads, which several query heads may share.
         key_dim, value_dim: width of a head's queries and keys, and of its values.
-        window: name of the window, as in recipes.
-        rope: rotary positions; None leaves them out.
         norm: what an RMSNorm of queries and keys covers: nothing, each head by itself, or all heads of a token together.
         bias: which products have a bias: none, those that make queries, keys and values, or also the one behind the heads.
         latent: latent attention; None without it. Then heads have keys of their own, but share the columns that turn.
@@ -120,9 +116,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, tuple[int, int]]:
-        """The products that make queries, keys and values that TP cuts: rows and columns, by name. Rows of 0 are the block's
-        width.
-        """
+        """Rows and columns of the products that make queries, keys and values that TP cuts. Rows of 0 are the block's width."""
         if self.latent is None:
             return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)}
         made = self.heads * (self.still + self.value_dim)
@@ -145,13 +139,7 @@ class AttentionSpec(NamedTuple):
 
 
 class FeedForwardSpec(NamedTuple):
-    """A feed-forward network: a product into an inner layer, an activation, and a product out of it.
-
-    Args:
-        inner: width of the inner layer.
-        ffn: name of the activation.
-        bias: whether both products have a bias.
-    """
+    """A feed-forward network: a product into an inner layer of this width, an activation (its name), and a product out of it."""
 
     inner: int
     ffn: str
@@ -171,14 +159,7 @@ class FeedForwardSpec(NamedTuple):
 
 
 class MixtureSpec(NamedTuple):
-    """A mixture of experts.
-
-    Args:
-        experts, topk: number of experts, and number of experts per token.
-        expert: sizes of every expert.
-        shared: sizes of the shared expert; None without one.
-        shared_gate: whether each token weighs the shared expert's output, with the sigmoid of a product.
-    """
+    """A mixture of experts. With `shared_gate`, each token weighs the shared expert's output with the sigmoid of a product."""
 
     experts: int
     topk: int
@@ -198,7 +179,6 @@ class BlockSpec:
     A block computes its hash only once, because it is a key in many tables.
 
     Args:
-        attention: the attention.
         dense, moe: one of both; the other one is None.
         mtp: whether the block predicts a further token (multi-token prediction, DeepSeek-V3, section 2.2). It then begins with a
             projection of its input and of the embedding of a later token, and a head follows it.
@@ -225,8 +205,8 @@ class BlockSpec:
 
     def cut(self, tp: int, ep: int, etp: int) -> BlockSpec:
         """Return a rank's share of the block."""
-        own = self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp)
-        return BlockSpec(*own, self.mtp)
+        share = self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp)
+        return BlockSpec(*share, self.mtp)
 
 
 @lru_cache(maxsize=1024)

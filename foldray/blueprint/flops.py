@@ -22,11 +22,7 @@ def forward_flops_per_token(model: ModelSpec, seq_len: int, causal: bool = True)
 
 
 def half_flops(model: ModelSpec, seq_len: int) -> tuple[float, float]:
-    """Return the FLOPs of one token's forward in a MoE block: those of attention's half, and those of the experts.
-
-    Raises:
-        UserError: the model has no MoE block.
-    """
+    """Return the FLOPs of one token's forward in a MoE block: those of attention's half, and those of the experts."""
     if not model.moe_layers:
         raise UserError("model", model.preset or "as given", "has no MoE block")
     last = max(layer for layer in model.moe_layers if layer < model.layers)

@@ -8,7 +8,6 @@ section 3.3.2). Last, sequence parallelism cuts the shard into tp pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,13 +16,7 @@ from foldray.errors import UserError, multiples_near
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of a rank among the ranks that share a sequence.
-
-    Args:
-        cp, tp: context and tensor parallel sizes.
-        cp_rank, tp_rank: the rank's coordinates.
-        slices: lengths of the slices in tokens; their sum is the length of a sequence. None is one slice, of any length.
-    """
+    """The place of a rank among the ranks that share a sequence. Without lengths of slices, there is one slice, of any length."""
 
     cp: int = 1
     tp: int = 1
@@ -32,22 +25,14 @@ class Layout:
     slices: tuple[int, ...] | None = None
 
     def cut(self, length: int) -> list[range]:
-        """Return the positions of each slice of a sequence of `length` tokens.
-
-        Raises:
-            ValueError: the sum of the slices is not `length`.
-        """
+        """Return the positions of each slice of a sequence of `length` tokens."""
         if self.slices is not None and sum(self.slices) != length:
             raise ValueError(f"slices {self.slices} are of sequences of {sum(self.slices)} tokens, not {length}")
         ends = accumulate(self.slices or (length,))
         return [range(end - size, end) for end, size in zip(ends, self.slices or (length,), strict=True)]
 
     def chunks(self, part: range) -> tuple[range, ...]:
-        """Return this rank's shard of a slice, chunk by chunk, in the order in which the rank holds the positions.
-
-        Raises:
-            UserError: the slice cannot be shared out evenly.
-        """
+        """Return this rank's shard of a slice, chunk by chunk, in the order in which the rank holds the positions."""
         check_length(len(part), self.cp, self.tp, "data.seq_len" if self.slices is None else "schedule.slices")
         if self.cp == 1:
             return (part,)
@@ -60,12 +45,11 @@ class Layout:
 
     def piece(self, length: int) -> list[int]:
         """Return the positions of this rank's piece of a sequence, slice by slice: length / (cp·tp) positions."""
-        return list(self._piece(length))
-
-    def _piece(self, length: int) -> Iterator[int]:
+        positions: list[int] = []
         for part in self.cut(length):
             size = len(part) // (self.cp * self.tp)
-            yield from self.shard(part)[self.tp_rank * size : (self.tp_rank + 1) * size]
+            positions += self.shard(part)[self.tp_rank * size : (self.tp_rank + 1) * size]
+        return positions
 
 
 def smallest_slice(cp: int, tp: int) -> int:
@@ -74,14 +58,7 @@ def smallest_slice(cp: int, tp: int) -> int:
 
 
 def check_length(length: int, cp: int, tp: int, key: str = "data.seq_len") -> None:
-    """Check that sequences or slices of this length can be shared out evenly.
-
-    Args:
-        key: the key of the recipe that sets the length.
-
-    Raises:
-        UserError: `length` is not a multiple of `smallest_slice`.
-    """
+    """Check that sequences or slices of this length, which the recipe's `key` sets, can be shared out evenly."""
     unit = smallest_slice(cp, tp)
     if length % unit:
         rule = f"must be a multiple of {unit} to be cut for cp={cp} (2·cp chunks) and tp={tp}"

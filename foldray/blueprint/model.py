@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from foldray.activations import ACTIVATIONS, Activation, find_activation
 from foldray.blueprint.block import (
@@ -19,7 +19,19 @@ from foldray.blueprint.block import (
     make_block,
 )
 from foldray.blueprint.presets import PRESETS
-from foldray.blueprint.sections import LARGEST, MOST_DEPTH, MOST_EXPERTS, MOST_LAYERS, WIDEST, RopeScaling, RouterSpec, Strict
+from foldray.blueprint.sections import (
+    MOST_DEPTH,
+    MOST_LAYERS,
+    Experts,
+    Heads,
+    Layers,
+    Positions,
+    RopeScaling,
+    RouterSpec,
+    Strict,
+    Width,
+    WidthOrZero,
+)
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
 from foldray.tables import OWN, among
@@ -36,172 +48,106 @@ class ModelSpec(Strict):
     `vocab` may exceed the tokenizer's vocabulary (padding), but never be smaller.
     """
 
-    preset: str | None = Field(
-        None,
-        description="Named model, which sets all required keys of `model` and some others; other keys in the recipe change it. "
-        "Null starts without one.",
-    )
-    layers: int = Field(
-        ge=1, le=MOST_LAYERS, description="Number of blocks. Compute, parameters and activation memory grow in proportion."
-    )
-    hidden: int = Field(
-        ge=1, le=WIDEST, description="Width of the residual stream. It is also the width of the rows that all-to-alls carry."
-    )
-    heads: int = Field(
-        ge=1,
-        le=2**14,
-        description="Number of query heads. Attention's compute grows with heads × head_dim. `fold.tp` must divide it.",
-    )
-    kv_heads: int = Field(
-        ge=1,
-        le=2**14,
-        description="Number of key/value heads; it must divide `heads`. Fewer (grouped-query attention) make keys and values "
-        "smaller in memory and on the network.",
-    )
-    head_dim: int = Field(
-        ge=1, le=2**14, description="Size of a head. Keys and values grow with it. heads × head_dim may differ from `hidden`."
-    )
-    value_dim: int | None = Field(
-        None,
-        ge=1,
-        le=2**14,
-        description="Width of a head's values, where it differs from its queries and keys. Null is head_dim.",
-    )
-    qk_norm: QkNorm = Field(
-        "none",
-        description="RMSNorm of queries and keys before they turn. `head` normalizes each head by itself, with one weight for "
-        "all heads; `all` normalizes all heads of a token together. It keeps attention's scores from growing.",
-    )
-    attention_bias: AttentionBias = Field(
-        "none",
-        description="Biases of attention's products. `inputs` has them for queries, keys and values; `all` also has one behind "
-        "the heads.",
-    )
-    attention_sinks: bool = Field(
-        False,
-        description="Every head has a learnt score that takes a share of the softmax and adds nothing to the output (GPT-OSS).",
-    )
-    latent_rank: int = Field(
-        0,
-        ge=0,
-        le=WIDEST,
-        description="Width of the vector from which all heads make keys and values (multi-head latent attention, DeepSeek-V2). "
-        "The last `rope_dim` columns of a head turn, and heads share those of keys. 0 leaves it out.",
-    )
-    latent_query_rank: int = Field(
-        0,
-        ge=0,
-        le=WIDEST,
-        description="Width of the vector from which heads make queries with latent attention. 0 makes them from the block's "
-        "input.",
-    )
-    windows: Windows = Field(
-        (FULL.name,),
-        description="How far back queries see, one entry for each block; behind the last entry, the first one follows again. "
-        "`full` sees all earlier tokens, `sliding:TOKENS` the newest ones, `chunked:TOKENS` those of its own chunk. Smaller "
-        "windows take less time on long sequences.",
-    )
-    ffn_hidden: int = Field(
-        ge=1,
-        le=WIDEST,
-        description="Inner width of the feed-forward network in dense blocks. Their compute and parameters grow with it.",
-    )
-    experts: int = Field(
-        ge=1, le=MOST_EXPERTS, description="Experts per MoE block. More experts need more memory, but no more compute per token."
-    )
-    topk: int = Field(
-        ge=1,
-        le=MOST_EXPERTS,
-        description="Experts per token. The experts' compute and the bytes of all-to-alls grow in proportion.",
-    )
-    expert_hidden: int = Field(
-        ge=1, le=WIDEST, description="Inner width of an expert. Its compute and parameters grow in proportion."
-    )
-    shared_hidden: int = Field(
-        0,
-        ge=0,
-        le=WIDEST,
-        description="Inner width of the shared expert, which computes every token and needs no all-to-all. 0 leaves it out.",
-    )
-    expert_bias: bool = Field(False, description="Biases of the experts' products, as in GPT-OSS. ETP cannot cut such experts.")
-    shared_gate: bool = Field(
-        False,
-        description="Every token weighs the shared expert's output with the sigmoid of a product, as in Qwen2-MoE. It needs "
-        "`shared_hidden`.",
-    )
-    vocab: int = Field(
-        ge=1,
-        le=LARGEST,
-        description="Rows of the embedding and the output head, at least as many as the tokenizer has. Memory and the head's "
-        "compute grow with it. `fold.tp` must divide it.",
-    )
-    moe_every: int = Field(
-        1,
-        ge=1,
-        le=MOST_LAYERS,
-        description="Every n-th block after `dense_first` is a MoE block. 1 makes all of them MoE blocks.",
-    )
-    dense_first: int = Field(
-        0, ge=0, le=MOST_LAYERS, description="Number of dense blocks at the start of the model. They need no all-to-all."
-    )
-    norm: Literal["rmsnorm", "layernorm"] = Field(
-        "rmsnorm", description="Normalization. `layernorm` also subtracts the mean and has a bias; `rmsnorm` computes less."
-    )
-    norm_eps: float = Field(1e-5, gt=0, description="Number that normalization adds before it divides, against division by zero.")
-    positions: Literal["rope", "learned"] = Field(
-        "rope",
-        description="How attention knows positions. `rope` rotates queries and keys; `learned` trains a vector per position.",
-    )
-    rope_theta: float = Field(
-        10000.0,
-        gt=0,
-        description="Base of the rotation angles; longer sequences take a larger base. With `rope_scaling` it must be more than "
-        "1. `learned` positions do not use it.",
-    )
-    rope_dim: int | None = Field(
-        None,
-        ge=2,
-        le=2**14,
-        description="Number of a head's columns that `rope` rotates, from the first one. Null rotates all of head_dim.",
-    )
-    rope_scaling: RopeScaling | None = Field(
-        None,
-        description="Slower rotations, for sequences that are longer than those of an earlier training. Null leaves them out.",
-    )
-    rope_pairs: Literal["halves", "interleaved"] = Field(
-        "halves",
-        description="Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and Llama in "
-        "transformers), or 2i and 2i + 1 (`interleaved`, as GPT-J and ERNIE).",
-    )
-    max_positions: int = Field(
-        2048, ge=1, le=LARGEST, description="Longest sequence with `learned` positions, in tokens. `rope` does not use it."
-    )
-    ffn: Annotated[str, among((*ACTIVATIONS, OWN), find_activation)] = Field(
-        "gated_silu",
-        description="Activation of dense blocks and experts. `gated_silu` needs three matrices per network, `gelu` two. "
-        "`gated_clamped` is GPT-OSS's: (up + 1) · gate · sigmoid(1.702 · gate), with up and gate within 7. "
-        "`module:NAME` names an activation of your own.",
-    )
-    tied_embeddings: bool = Field(
-        False, description="The output head shares the embedding's weight, which saves vocab × hidden parameters."
-    )
-    mtp_depth: int = Field(
-        0,
-        ge=0,
-        le=MOST_DEPTH,
-        description="Further tokens that training predicts at every position (multi-token prediction, DeepSeek-V3). Each takes "
-        "one more block like the last one, behind the last block, and the head once more. Generation and evaluation leave "
-        "these blocks out.",
-    )
-    mtp_weight: float = Field(
-        0.3,
-        gt=0,
-        description="Weight of the mean loss of all further tokens, beside the loss of the next token. DeepSeek-V3 trains with "
-        "0.3, and with 0.1 at the end.",
-    )
-    init_std: float = Field(
-        0.02, gt=0, description="Standard deviation of the initial weights. Matrices that end a residual branch start smaller."
-    )
+    preset: str | None = None
+    """Named model, which sets all required keys of `model` and some others; other keys in the
+    recipe change it. Null starts without one."""
+    layers: Layers
+    """Number of blocks. Compute, parameters and activation memory grow in proportion."""
+    hidden: Width
+    """Width of the residual stream. It is also the width of the rows that all-to-alls carry."""
+    heads: Heads
+    """Number of query heads. Attention's compute grows with heads × head_dim. `fold.tp` must divide
+    it."""
+    kv_heads: Heads
+    """Number of key/value heads; it must divide `heads`. Fewer (grouped-query attention) make keys
+    and values smaller in memory and on the network."""
+    head_dim: Heads
+    """Size of a head. Keys and values grow with it. heads × head_dim may differ from `hidden`."""
+    value_dim: Heads | None = None
+    """Width of a head's values, where it differs from its queries and keys. Null is head_dim."""
+    qk_norm: QkNorm = "none"
+    """RMSNorm of queries and keys before they turn. `head` normalizes each head by itself, with one
+    weight for all heads; `all` normalizes all heads of a token together. It keeps attention's
+    scores from growing."""
+    attention_bias: AttentionBias = "none"
+    """Biases of attention's products. `inputs` has them for queries, keys and values; `all` also
+    has one behind the heads."""
+    attention_sinks: bool = False
+    """Every head has a learnt score that takes a share of the softmax and adds nothing to the
+    output (GPT-OSS)."""
+    latent_rank: WidthOrZero = 0
+    """Width of the vector from which all heads make keys and values (multi-head latent attention,
+    DeepSeek-V2). The last `rope_dim` columns of a head turn, and heads share those of keys. 0
+    leaves it out."""
+    latent_query_rank: WidthOrZero = 0
+    """Width of the vector from which heads make queries with latent attention. 0 makes them from
+    the block's input."""
+    windows: Windows = (FULL.name,)
+    """How far back queries see, one entry for each block; behind the last entry, the first one
+    follows again. `full` sees all earlier tokens, `sliding:TOKENS` the newest ones,
+    `chunked:TOKENS` those of its own chunk. Smaller windows take less time on long sequences."""
+    ffn_hidden: Width
+    """Inner width of the feed-forward network in dense blocks. Their compute and parameters grow
+    with it."""
+    experts: Experts
+    """Experts per MoE block. More experts need more memory, but no more compute per token."""
+    topk: Experts
+    """Experts per token. The experts' compute and the bytes of all-to-alls grow in proportion."""
+    expert_hidden: Width
+    """Inner width of an expert. Its compute and parameters grow in proportion."""
+    shared_hidden: WidthOrZero = 0
+    """Inner width of the shared expert, which computes every token and needs no all-to-all. 0
+    leaves it out."""
+    expert_bias: bool = False
+    """Biases of the experts' products, as in GPT-OSS. ETP cannot cut such experts."""
+    shared_gate: bool = False
+    """Every token weighs the shared expert's output with the sigmoid of a product, as in Qwen2-MoE.
+    It needs `shared_hidden`."""
+    vocab: Positions
+    """Rows of the embedding and the output head, at least as many as the tokenizer has. Memory and
+    the head's compute grow with it. `fold.tp` must divide it."""
+    moe_every: Layers = 1
+    """Every n-th block after `dense_first` is a MoE block. 1 makes all of them MoE blocks."""
+    dense_first: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
+    """Number of dense blocks at the start of the model. They need no all-to-all."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalization. `layernorm` also subtracts the mean and has a bias; `rmsnorm` computes
+    less."""
+    norm_eps: PositiveFloat = 1e-5
+    """Number that normalization adds before it divides, against division by zero."""
+    positions: Literal["rope", "learned"] = "rope"
+    """How attention knows positions. `rope` rotates queries and keys; `learned` trains a vector per
+    position."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotation angles; longer sequences take a larger base. With `rope_scaling` it must
+    be more than 1. `learned` positions do not use it."""
+    rope_dim: Annotated[int, Field(ge=2, le=2**14)] | None = None
+    """Number of a head's columns that `rope` rotates, from the first one. Null rotates all of
+    head_dim."""
+    rope_scaling: RopeScaling | None = None
+    """Slower rotations, for sequences that are longer than those of an earlier training. Null
+    leaves them out."""
+    rope_pairs: Literal["halves", "interleaved"] = "halves"
+    """Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and
+    Llama in transformers), or 2i and 2i + 1 (`interleaved`, as GPT-J and ERNIE)."""
+    max_positions: Positions = 2048
+    """Longest sequence with `learned` positions, in tokens. `rope` does not use it."""
+    ffn: Annotated[str, among((*ACTIVATIONS, OWN), find_activation)] = "gated_silu"
+    """Activation of dense blocks and experts. `gated_silu` needs three matrices per network, `gelu`
+    two. `gated_clamped` is GPT-OSS's: (up + 1) · gate · sigmoid(1.702 · gate), with up and gate
+    within 7. `module:NAME` names an activation of your own."""
+    tied_embeddings: bool = False
+    """The output head shares the embedding's weight, which saves vocab × hidden parameters."""
+    mtp_depth: Annotated[int, Field(ge=0, le=MOST_DEPTH)] = 0
+    """Further tokens that training predicts at every position (multi-token prediction,
+    DeepSeek-V3). Each takes one more block like the last one, behind the last block, and the head
+    once more. Generation and evaluation leave these blocks out."""
+    mtp_weight: PositiveFloat = 0.3
+    """Weight of the mean loss of all further tokens, beside the loss of the next token. DeepSeek-V3
+    trains with 0.3, and with 0.1 at the end."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights. Matrices that end a residual branch start
+    smaller."""
     router: RouterSpec = RouterSpec()
 
     @model_validator(mode="before")
@@ -260,9 +206,8 @@ class ModelSpec(Strict):
         if self.rope_scaling is not None and self.positions != "rope":
             raise UserError("model.rope_scaling", "given", f"has no meaning with positions={self.positions}", ["null"])
         if self.rope_scaling is not None and self.rope_theta <= 1:
-            raise UserError(
-                "model.rope_theta", self.rope_theta, "must be more than 1 with rope_scaling, which takes its logarithm"
-            )
+            rule = "must be more than 1 with rope_scaling, which takes its logarithm"
+            raise UserError("model.rope_theta", self.rope_theta, rule)
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])

@@ -31,7 +31,6 @@ class ParameterSpec:
         shape: shape in the whole model. Matrices are [in, out], the embedding and the head [vocab, hidden].
         layer: index of the block; -1 for the embeddings. The final norm and the head belong to the last block before those of
             multi-token prediction.
-        op: kind of the op that computes with it.
         gradient_class: the ranks over which its gradient is summed. "dense" is summed over DP×CP, "expert" over EDP.
             "replicated" is whole on every tensor-parallel rank, which sees only its piece of the sequence, so its gradient
             is summed over TP×DP×CP.
@@ -119,13 +118,13 @@ def count_by_op(model: ModelSpec) -> Mapping[tuple[str, BlockSpec | None], tuple
     head is None.
     """
     first: dict[tuple[str, BlockSpec | None], int] = {}
-    found: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
-    for each in parameter_table(model):
-        key = each.op, None if each.op in (EMBED, HEAD) else model.block(each.layer)
-        if key[1] is None or first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
-            cut, whole = found.get(key, (0, 0))
-            found[key] = (cut, whole + each.count) if each.cut is None else (cut + each.count, whole)
-    return found
+    counts: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
+    for spec in parameter_table(model):
+        key = spec.op, None if spec.op in (EMBED, HEAD) else model.block(spec.layer)
+        if key[1] is None or first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
+            cut, whole = counts.get(key, (0, 0))
+            counts[key] = (cut, whole + spec.count) if spec.cut is None else (cut + spec.count, whole)
+    return counts
 
 
 @lru_cache(maxsize=16)
@@ -135,13 +134,13 @@ def hidden_matrices(model: ModelSpec) -> Mapping[tuple[str, BlockSpec], Mapping[
     A matrix is (gradient class, inputs, outputs) → number of such matrices in one block of the kind.
     """
     first: dict[tuple[str, BlockSpec], int] = {}
-    found: dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]] = {}
-    for each in parameter_table(model):
-        if each.is_hidden_matrix:
-            key = each.op, model.block(each.layer)
-            if first.setdefault(key, each.layer) == each.layer:  # equal blocks are counted once
-                found.setdefault(key, Counter())[each.gradient_class, each.shape[0], each.shape[1]] += 1
-    return found
+    matrices: dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]] = {}
+    for spec in parameter_table(model):
+        if spec.is_hidden_matrix:
+            key = spec.op, model.block(spec.layer)
+            if first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
+                matrices.setdefault(key, Counter())[spec.gradient_class, spec.shape[0], spec.shape[1]] += 1
+    return matrices
 
 
 def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
@@ -179,7 +178,7 @@ def _prediction(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     """Return the parameters of a block of multi-token prediction. Rows of the projection are those of the embedding, then those
     of the hidden state, as in DeepSeek-V3's checkpoint."""
     name, both = f"blocks.{layer}.mtp", (2 * model.hidden, model.hidden)
-    rows = [each for part in ("embedding_norm", "hidden_norm") for each in _norm(model, f"{name}.{part}", layer, ATTENTION)]
+    rows = [row for part in ("embedding_norm", "hidden_norm") for row in _norm(model, f"{name}.{part}", layer, ATTENTION)]
     rows.append(ParameterSpec(f"{name}.projection", both, layer, ATTENTION, "replicated", init=model.init_std))
     return [*rows, *_block(model, layer), *_norm(model, f"{name}.final_norm", layer, HEAD)]
 
@@ -197,13 +196,11 @@ def _attention_vectors(spec: AttentionSpec, hidden: int, name: str, layer: int) 
 
 
 def _bias_widths(spec: AttentionSpec, hidden: int) -> dict[str, int]:
-    """Return the widths of attention's biases by the product that they belong to."""
     inputs = {"query": spec.queries, "key": spec.keys, "value": spec.values}
     return {"none": {}, "inputs": inputs, "all": inputs | {"out": hidden}}[spec.bias]
 
 
 def _norm_widths(spec: AttentionSpec) -> dict[str, int]:
-    """Return the widths of attention's norms by what they normalize."""
     if spec.latent:
         query = {"query": spec.latent.query_rank} if spec.latent.query_rank else {}
         return query | {"key_value": spec.latent.rank}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 Index = tuple[slice | int, ...]
 Parts = dict[str, list[tuple[str, Index]]]
@@ -10,18 +11,9 @@ Parts = dict[str, list[tuple[str, Index]]]
 
 
 def columns(widths: Mapping[str, int], before: Index = (slice(None),)) -> list[tuple[str, Index]]:
-    """Return parts that lie side by side along one axis of a tensor.
-
-    Args:
-        widths: width of each part along the axis, by name.
-        before: index of the axes before that axis.
-    """
-    found: list[tuple[str, Index]] = []
-    start = 0
-    for name, width in widths.items():
-        found.append((name, (*before, slice(start, start + width))))
-        start += width
-    return found
+    """Return parts of these widths that lie side by side along one axis of a tensor, behind the axes of `before`."""
+    ends = accumulate(widths.values())
+    return [(name, (*before, slice(end - width, end))) for (name, width), end in zip(widths.items(), ends, strict=True)]
 
 
 def ffn_columns(inwards: Iterable[str], inner: int, before: Index = (slice(None),)) -> list[tuple[str, Index]]:

@@ -19,13 +19,7 @@ from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's box of one parameter of the whole model.
-
-    Args:
-        spec: the parameter.
-        offset: first index of the box on each axis of `spec.shape`.
-        shape: shape of the box.
-    """
+    """A rank's box of one parameter of the whole model."""
 
     spec: ParameterSpec
     offset: tuple[int, ...]
@@ -43,12 +37,7 @@ _BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # the order of a block's ops in bac
 
 
 class GradientPart(NamedTuple):
-    """A run of a gradient buffer whose gradients come from the same ops.
-
-    Args:
-        elements: length of the run.
-        makers: the ops, in the order of backward.
-    """
+    """A run of a gradient buffer whose gradients come from the same ops, in the order of backward."""
 
     elements: int
     makers: tuple[Maker, ...]
@@ -70,13 +59,8 @@ class Ownership:
     owner.
 
     Args:
-        model: the model.
-        fold: the fold.
         virtual_stages: stages per pipeline position.
         stage_layers: number of blocks of each stage of attention; None cuts evenly.
-
-    Raises:
-        UserError: the fold does not divide the model, or the blocks cannot be cut into these stages.
     """
 
     model: ModelSpec
@@ -107,8 +91,8 @@ class Ownership:
             per = f" × {self.virtual_stages} virtual stages" if count > positions else ""
             rule = f"makes {count} stages of experts ({positions} positions{per}), but the model has {len(moe)} MoE blocks"
             raise UserError("placement.expert_pp", positions, rule, [f"1…{len(moe) * positions // count}"] if moe else None)
-        each = make_stages(len(moe), positions, count // positions)
-        ends = [moe[stage.layers[-1]] + 1 for stage in each[:-1]] + [self.model.layers]
+        even = make_stages(len(moe), positions, count // positions)
+        ends = [moe[stage.layers[-1]] + 1 for stage in even[:-1]] + [self.model.layers]
         sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         return make_stages(self.model.layers, positions, count // positions, sizes)
 
@@ -161,17 +145,17 @@ class Ownership:
 
     def pieces(self, rank: int) -> dict[str, Piece]:
         """Return a rank's pieces of parameters in both halves, by global name."""
-        seat, found = self.fold.coordinate(rank), {}
+        seat, pieces = self.fold.coordinate(rank), {}
         attention, moe = seat.get("attention"), seat.get("moe")
         held, held_experts = _standing(self.stages, attention), _standing(self.expert_stages, moe)
         experts = self.experts(rank) if moe else range(0)
         for spec in parameter_table(self.model):
             if spec.expert is None:
                 if attention and self._is_held(spec, held):
-                    found[spec.name] = _cut(spec, attention["tp"], self.fold.tp)
+                    pieces[spec.name] = _cut(spec, attention["tp"], self.fold.tp)
             elif moe and spec.expert in experts and any(spec.layer in stage.layers for stage in held_experts):
-                found[spec.name] = _cut(spec, moe["etp"], self.fold.etp)
-        return found
+                pieces[spec.name] = _cut(spec, moe["etp"], self.fold.etp)
+        return pieces
 
     def counted(self, rank: int) -> Iterator[str]:
         """Yield names of the pieces that a rank counts in a norm, so that one rank counts each element of the model."""
@@ -240,11 +224,7 @@ def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
 
 
 def check_apart(model: ModelSpec) -> None:
-    """Check that the experts may have ranks of their own.
-
-    Raises:
-        UserError: the model predicts further tokens.
-    """
+    """Check that the experts may have ranks of their own."""
     if model.mtp_depth:
         raise UserError("model.mtp_depth", model.mtp_depth, "must be 0 if the experts have workers of their own (placement)", [0])
 

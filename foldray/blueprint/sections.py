@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from foldray.blueprint.block import RopeKind, ScalingSpec
 from foldray.errors import UserError
@@ -13,11 +13,25 @@ from foldray.errors import UserError
 # These bounds are far above any model that can be trained. Checks loop over some of the sizes, so the sizes need bounds.
 MOST_LAYERS, MOST_EXPERTS, WIDEST, LARGEST, MOST_DEPTH = 2**12, 2**14, 2**20, 2**24, 16
 
+Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Experts = Annotated[int, Field(ge=1, le=MOST_EXPERTS)]
+Heads = Annotated[int, Field(ge=1, le=2**14)]
+Width = Annotated[int, Field(ge=1, le=WIDEST)]
+WidthOrZero = Annotated[int, Field(ge=0, le=WIDEST)]
+Positions = Annotated[int, Field(ge=1, le=LARGEST)]
+
 
 class Strict(BaseModel):
-    """A frozen section of a recipe. It refuses unknown keys."""
+    """A frozen section of a recipe. It refuses unknown keys. The text below a key is the key's description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, str_max_length=4096)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        str_max_length=4096,
+        use_attribute_docstrings=True,
+    )
 
 
 # Keys of scaled rotary positions that a kind needs beside its factor, and those that it does not have.
@@ -29,37 +43,30 @@ _FOREIGN = {"yarn": (), "llama3": _OF_YARN, "linear": ("original_positions", "be
 class RopeScaling(Strict):
     """Rotary positions for sequences that are longer than those of an earlier training."""
 
-    kind: RopeKind = Field(
-        "yarn",
-        description="Which pairs of columns turn more slowly. `yarn` (arXiv:2309.00071, section 3) goes from fast pairs to slow "
-        "ones by the number of the pair, `llama3` (Llama 3.1) by its turns. With `linear`, all turn `factor` times as slowly.",
-    )
-    factor: float = Field(ge=1, description="How many times as long sequences may be.")
-    original_positions: int | None = Field(
-        None, ge=1, le=LARGEST, description="Tokens of a sequence in the earlier training. `linear` alone does not need it."
-    )
-    beta_fast: float = Field(
-        32.0,
-        gt=0,
-        description="Pairs of columns that turn more often than this within `original_positions` stay as they are. Llama 3.1 has "
-        "4, and `llama3` needs the key.",
-    )
-    beta_slow: float = Field(
-        1.0, gt=0, description="Pairs that turn less often than this turn `factor` times as slowly; between both, it is linear."
-    )
-    truncate: bool = Field(True, description="Round both bounds to whole pairs of columns.")
-    attention_factor: float | None = Field(
-        None, gt=0, description="Factor on cosines and sines. Null is 0.1 · ln(factor) + 1, or follows from `mscale`."
-    )
-    mscale: float | None = Field(
-        None, gt=0, description="DeepSeek's weight m of the logarithm, in 0.1 · m · ln(factor) + 1. It needs `mscale_all_dim`."
-    )
-    mscale_all_dim: float | None = Field(
-        None,
-        gt=0,
-        description="The same weight for whole heads. Scores get the square of this factor, and cosines and sines are "
-        "divided by it.",
-    )
+    kind: RopeKind = "yarn"
+    """Which pairs of columns turn more slowly. `yarn` (arXiv:2309.00071, section 3) goes from fast
+    pairs to slow ones by the number of the pair, `llama3` (Llama 3.1) by its turns. With `linear`,
+    all turn `factor` times as slowly."""
+    factor: Annotated[float, Field(ge=1)]
+    """How many times as long sequences may be."""
+    original_positions: Positions | None = None
+    """Tokens of a sequence in the earlier training. `linear` alone does not need it."""
+    beta_fast: PositiveFloat = 32.0
+    """Pairs of columns that turn more often than this within `original_positions` stay as they are.
+    Llama 3.1 has 4, and `llama3` needs the key."""
+    beta_slow: PositiveFloat = 1.0
+    """Pairs that turn less often than this turn `factor` times as slowly; between both, it is
+    linear."""
+    truncate: bool = True
+    """Round both bounds to whole pairs of columns."""
+    attention_factor: PositiveFloat | None = None
+    """Factor on cosines and sines. Null is 0.1 · ln(factor) + 1, or follows from `mscale`."""
+    mscale: PositiveFloat | None = None
+    """DeepSeek's weight m of the logarithm, in 0.1 · m · ln(factor) + 1. It needs
+    `mscale_all_dim`."""
+    mscale_all_dim: PositiveFloat | None = None
+    """The same weight for whole heads. Scores get the square of this factor, and cosines and sines
+    are divided by it."""
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
@@ -107,73 +114,49 @@ class RopeScaling(Strict):
 class RouterSpec(Strict):
     """How the router chooses experts for a token, and what keeps the experts evenly used."""
 
-    score: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="Function that turns the router's logits into scores. `sigmoid` scores every expert by itself."
-    )
-    softmax: Literal["before_topk", "after_topk"] = Field(
-        "after_topk",
-        description="Where the softmax runs: over all experts before top-k, or over the chosen experts after it.",
-    )
-    normalize: bool = Field(
-        False,
-        description="Rescale the weights of a token's experts to a sum of 1. It needs `softmax: before_topk` or `score: "
-        "sigmoid`.",
-    )
-    scale: float = Field(1.0, gt=0, description="Factor on the weights of the chosen experts.")
-    groups: int = Field(
-        1,
-        ge=1,
-        le=MOST_EXPERTS,
-        description="Groups of neighbouring experts. A token chooses among the experts of `topk_groups` of them (DeepSeek-V3). "
-        "With `score: sigmoid`, the two best experts of a group decide, otherwise the best one.",
-    )
-    topk_groups: int = Field(1, ge=1, le=MOST_EXPERTS, description="Groups that a token chooses its experts from.")
-    balance_loss: float = Field(
-        0.01,
-        ge=0,
-        description="Weight of the balance loss (Switch, GShard), per sequence. A larger weight spreads tokens more evenly, "
-        "which makes the busiest worker faster. 0 turns it off.",
-    )
-    z_loss: float = Field(0.0, ge=0, description="Weight of the router's z-loss, which keeps its logits small. 0 turns it off.")
-    logit_bias: bool = Field(False, description="A learnt bias on the router's logits, as in GPT-OSS.")
-    selection_bias: bool = Field(
-        False,
-        description="A bias on the scores takes part in the choice of experts, but not in their weights. With `score: sigmoid` "
-        "it always does; with a softmax it needs `softmax: before_topk`.",
-    )
-    bias_rate: float = Field(
-        0.0,
-        ge=0,
-        description="Change per optimizer step of the bias that balances experts without a loss. It needs `score: sigmoid` or "
-        "`selection_bias`. 0 turns it off.",
-    )
-    capacity_factor: float | None = Field(
-        None,
-        gt=0,
-        le=MOST_EXPERTS,
-        description="Tokens that an expert takes of a sequence, over its even share; it drops further tokens. A lower factor "
-        "bounds the time and memory of the busiest expert. Null drops no token.",
-    )
-    drop: Literal["probability", "position"] = Field(
-        "probability",
-        description="Which tokens an expert drops beyond its capacity: the least probable, or the latest. With `probability`, "
-        "every piece of a sequence has a capacity of its own.",
-    )
-    drop_scope: Literal["sub_sequence", "sequence"] = Field(
-        "sub_sequence",
-        description="Which tokens compete for capacity: those of one worker, or those of the whole sequence. `sequence` drops "
-        "the same tokens under every fold, and communicates more.",
-    )
-    pad: bool = Field(
-        False,
-        description="Fill every expert up to its capacity with rows of zeros. Shapes are then static and no row counts travel, "
-        "but the zeros cost time and traffic.",
-    )
-    skew: float | None = Field(
-        None,
-        ge=0,
-        le=16,
-        description="Choose the experts of each token by a pattern instead of by their scores, to measure an uneven routing. "
-        "Expert e (from 0) gets tokens as (e + 1) to the power of −skew (Zipf's law), at most all of them. 0 is even. `foldray "
-        "train` needs null.",
-    )
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that turns the router's logits into scores. `sigmoid` scores every expert by
+    itself."""
+    softmax: Literal["before_topk", "after_topk"] = "after_topk"
+    """Where the softmax runs: over all experts before top-k, or over the chosen experts after
+    it."""
+    normalize: bool = False
+    """Rescale the weights of a token's experts to a sum of 1. It needs `softmax: before_topk` or
+    `score: sigmoid`."""
+    scale: PositiveFloat = 1.0
+    """Factor on the weights of the chosen experts."""
+    groups: Experts = 1
+    """Groups of neighbouring experts. A token chooses among the experts of `topk_groups` of them
+    (DeepSeek-V3). With `score: sigmoid`, the two best experts of a group decide, otherwise the best
+    one."""
+    topk_groups: Experts = 1
+    """Groups that a token chooses its experts from."""
+    balance_loss: NonNegativeFloat = 0.01
+    """Weight of the balance loss (Switch, GShard), per sequence. A larger weight spreads tokens
+    more evenly, which makes the busiest worker faster. 0 turns it off."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the router's z-loss, which keeps its logits small. 0 turns it off."""
+    logit_bias: bool = False
+    """A learnt bias on the router's logits, as in GPT-OSS."""
+    selection_bias: bool = False
+    """A bias on the scores takes part in the choice of experts, but not in their weights. With
+    `score: sigmoid` it always does; with a softmax it needs `softmax: before_topk`."""
+    bias_rate: NonNegativeFloat = 0.0
+    """Change per optimizer step of the bias that balances experts without a loss. It needs `score:
+    sigmoid` or `selection_bias`. 0 turns it off."""
+    capacity_factor: Annotated[float, Field(gt=0, le=MOST_EXPERTS)] | None = None
+    """Tokens that an expert takes of a sequence, over its even share; it drops further tokens. A
+    lower factor bounds the time and memory of the busiest expert. Null drops no token."""
+    drop: Literal["probability", "position"] = "probability"
+    """Which tokens an expert drops beyond its capacity: the least probable, or the latest. With
+    `probability`, every piece of a sequence has a capacity of its own."""
+    drop_scope: Literal["sub_sequence", "sequence"] = "sub_sequence"
+    """Which tokens compete for capacity: those of one worker, or those of the whole sequence.
+    `sequence` drops the same tokens under every fold, and communicates more."""
+    pad: bool = False
+    """Fill every expert up to its capacity with rows of zeros. Shapes are then static and no row
+    counts travel, but the zeros cost time and traffic."""
+    skew: Annotated[float, Field(ge=0, le=16)] | None = None
+    """Choose the experts of each token by a pattern instead of by their scores, to measure an
+    uneven routing. Expert e (from 0) gets tokens as (e + 1) to the power of −skew (Zipf's law), at
+    most all of them. 0 is even. `foldray train` needs null."""

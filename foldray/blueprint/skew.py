@@ -14,27 +14,20 @@ from foldray.blueprint.model import ModelSpec
 
 @lru_cache(maxsize=256)
 def expert_shares(experts: int, topk: int, skew: float) -> tuple[float, ...]:
-    """Return the share of all tokens that each expert gets. The shares sum to `topk`, and each is at most 1.
+    """Return the share of all tokens that each expert gets, with `skew` as the exponent of the popularity.
 
-    Args:
-        experts: number of experts of a block.
-        topk: experts per token.
-        skew: exponent of the popularity; 0 is even.
+    The shares sum to `topk`, and each is at most 1.
     """
     popularity = [(expert + 1) ** -skew for expert in range(experts)]
     rest = [sum(popularity[full:]) for full in range(topk + 1)]  # popularity of all but the first `full`, which get all tokens
     full = next(full for full in range(topk + 1) if full == topk or (topk - full) * popularity[full] <= rest[full])
-    return tuple(1.0 if expert < full else (topk - full) * each / rest[full] for expert, each in enumerate(popularity))
+    return tuple(1.0 if expert < full else (topk - full) * weight / rest[full] for expert, weight in enumerate(popularity))
 
 
 def rank_shares(model: ModelSpec, ep: int) -> list[float]:
     """Return the rows of every rank of an expert-parallel group, over the mean of an even routing.
 
     An expert drops what is beyond its capacity. Without a pattern, and with padding, all ranks have equally many rows.
-
-    Args:
-        model: the model, with its pattern.
-        ep: expert-parallel size.
     """
     router = model.router
     if router.skew is None or router.pad:

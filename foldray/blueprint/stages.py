@@ -11,14 +11,7 @@ from foldray.errors import UserError
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of blocks that one pipeline position computes in one go.
-
-    Args:
-        number: number among all virtual stages, from 0.
-        position: its pipeline position.
-        layers: its blocks, with those of multi-token prediction.
-        first, last: whether it begins with the embedding, and whether it has the head and the loss.
-    """
+    """A run of blocks that one pipeline position computes in one go. The last one has the head, and blocks of further tokens."""
 
     number: int
     position: int
@@ -42,11 +35,11 @@ def even_sizes(layers: int, count: int, first: int = 0, last: int = 0) -> list[i
         first, last: how many blocks the embedding counts as in the first stage, and the head in the last one. They may leave a
             stage without a block.
     """
-    each, longer = divmod(layers + first + last, count)
-    found = [each + (number < longer) for number in range(count)]
-    found[0] -= first
-    found[-1] -= last
-    return found
+    least, longer = divmod(layers + first + last, count)
+    sizes = [least + (number < longer) for number in range(count)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    return sizes
 
 
 def make_stages(
@@ -57,9 +50,6 @@ def make_stages(
     Args:
         sizes: number of blocks of each stage; None cuts evenly, longer stages first.
         further: number of blocks of multi-token prediction. They come after the others, in the last stage.
-
-    Raises:
-        UserError: there are fewer blocks than stages, or `sizes` does not fit.
     """
     count = pp * virtual_stages
     if count > layers:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foldray.arguments import AXES, ORDERS
-from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_json
+from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_either, say_json
 from foldray.drawing import explanation
 from foldray.errors import UserError
 from foldray.files import write_picture
@@ -37,11 +37,6 @@ def explain(given: argparse.Namespace) -> int:
 
 
 def _explained_recipe(given: argparse.Namespace) -> Recipe | None:
-    """Return the recipe whose fold is explained; None if options say the fold.
-
-    Raises:
-        UserError: both or neither say the fold.
-    """
     if given.recipe is None:
         if given.world_size is None:
             raise UserError("arguments", "nothing", "the following arguments are required: --world-size, or a RECIPE")
@@ -74,11 +69,6 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:
-    """Return the fold that the user asked for.
-
-    Raises:
-        UserError: the fold is illegal; the message names the nearest legal folds.
-    """
     sizes = {axis: getattr(given, axis) for axis in AXES}
     apart = {"expert_ranks": given.expert_ranks, "expert_pp": given.expert_pp}
     shown = given.world_size <= MOST_RANKS
@@ -110,16 +100,12 @@ def _fold_picture(fold: Fold, nodes: Placement | None, path: Path) -> None:
 def slice_(given: argparse.Namespace) -> int:
     check_range(given, seq_len=2**24, degree=2**8, multiple_of=2**24, hidden=2**20, heads=2**14)
     cost = SliceCost.of_model(given.hidden, given.heads)
-    found = slice_sequence(given.kind, given.seq_len, given.degree, cost, given.multiple_of)
-    if given.json:
-        say_json({"attention_slices": found.attention, "moe_micro_batches": found.moe})
-    else:
-        say(_slices(found, cost))
-    return 0
+    cut = slice_sequence(given.kind, given.seq_len, given.degree, cost, given.multiple_of)
+    document = {"attention_slices": cut.attention, "moe_micro_batches": cut.moe}
+    return say_either(given, lambda: document, lambda: _slices(cut, cost))
 
 
 def _slices(slicing: Slicing, cost: SliceCost) -> str:
-    """Return a table with the length of each slice and its share of attention's cost."""
     costs = cost.slices(slicing.attention)
     lines = [f"{slicing.length} tokens, degree {slicing.degree}", "", f"{'':>6}{'slice':>10}{'cost':>9}   {'micro-batch':>11}"]
     for number, (tokens, seconds, rows) in enumerate(zip(slicing.attention, costs, slicing.moe, strict=True)):

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from foldray.errors import UserError
@@ -34,8 +35,16 @@ def say_json(document: Any) -> None:
     say(json.dumps(document))
 
 
+def say_either(given: argparse.Namespace, document: Callable[[], Any], text: Callable[[], str]) -> int:
+    """Print a document with `--json`, else a text. Return the exit code of a success."""
+    if given.json:
+        say_json(document())
+    else:
+        say(text())
+    return 0
+
+
 def say(text: str) -> None:
-    """Print a text."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foldray.arguments import AXES
-from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_json
+from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say_either
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
 
@@ -24,18 +24,17 @@ def plan(given: argparse.Namespace) -> int:
         return _fit(given, machines)
     if given.score:
         scored = score.score(score.read_rows(given.score), machines)
-        say(json.dumps(report.scores(scored)) if given.json else report.score_table(scored))
-        return 0
+        return say_either(given, partial(report.scores, scored), partial(report.score_table, scored))
     if given.disaggregate:
         return _plan_placements(given, machines)
     from foldray.planner import listed, search
 
-    found = search.search(_space(given, machines), given.top)
-    lists = [listed.with_list(each, machines, imbalance=given.imbalance) for each in found.best[: given.list]]
+    plans = search.search(_space(given, machines), given.top)
+    lists = [listed.with_list(step, machines, imbalance=given.imbalance) for step in plans.best[: given.list]]
     if given.picture:
-        write_picture(given.picture, lambda path: _plan_picture(found, machines, path))
-    say(json.dumps(report.document(found.best, lists)) if given.json else report.table(found, machines, given.imbalance, lists))
-    return 0
+        write_picture(given.picture, lambda path: _plan_picture(plans, machines, path))
+    table = partial(report.table, plans, machines, given.imbalance, lists)
+    return say_either(given, lambda: report.document(plans.best, lists), table)
 
 
 def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
@@ -50,17 +49,17 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     best = placed[0]
     work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
     shared = search.search(space, 1).best[0]
-    found = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
+    comparison = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
     if given.picture:
-        write_picture(given.picture, lambda path: _roofline_picture(found, space, path))
-    say(json.dumps(placed_report.placements_document(found)) if given.json else placed_report.placements_table(found, machines))
-    return 0
+        write_picture(given.picture, lambda path: _roofline_picture(comparison, space, path))
+    document = partial(placed_report.placements_document, comparison)
+    return say_either(given, document, partial(placed_report.placements_table, comparison, machines))
 
 
-def _roofline_picture(found: Any, space: Any, path: Path) -> None:
+def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:
     from trainers.pictures.roofline import draw_roofline
 
-    draw_roofline(found, space, path)
+    draw_roofline(comparison, space, path)
 
 
 def _fit(given: argparse.Namespace, machines: Any) -> int:
@@ -68,22 +67,14 @@ def _fit(given: argparse.Namespace, machines: Any) -> int:
     from foldray.planner import report, score
 
     rows = score.read_rows(given.fit)
-    found = score.fit(rows, machines)
-    scored, apart = score.score(rows, machines, found), list(score.left_out(rows, machines))
-    if given.json:
-        say_json({"constants": found, "mape": score.mape(scored), "mape_left_out": score.mape(apart)})
-    else:
-        say("\n\n".join([report.constants_table(found), report.score_table(scored), "each row by the others' constants:",
-                          report.score_table(apart)]))  # fmt: skip
-    return 0
+    constants = score.fit(rows, machines)
+    scored, apart = score.score(rows, machines, constants), list(score.left_out(rows, machines))
+    document = {"constants": constants, "mape": score.mape(scored), "mape_left_out": score.mape(apart)}
+    tables = [report.constants_table(constants), report.score_table(scored), "each row by the others' constants:"]
+    return say_either(given, lambda: document, lambda: "\n\n".join([*tables, report.score_table(apart)]))
 
 
 def _space(given: argparse.Namespace, machines: Any) -> Any:
-    """Return the space that `foldray plan` searches.
-
-    Raises:
-        UserError: a required option is missing, or an option has an illegal value.
-    """
     from foldray.blueprint import ModelSpec
     from foldray.planner.candidate import DTYPES, Job
     from foldray.planner.space import KINDS, Space
@@ -108,8 +99,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
         raise UserError("skew", given.skew, "must be a number from 0 to 16")
     named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
-    own = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
-    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *own)
+    settings = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
+    job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *settings)
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
     named_kinds = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []
@@ -118,7 +109,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
 
 
-def _plan_picture(found: Any, machines: Any, path: Path) -> None:
+def _plan_picture(plans: Any, machines: Any, path: Path) -> None:
     from trainers.pictures.plan import draw_plan
 
-    draw_plan(found, machines, path)
+    draw_plan(plans, machines, path)

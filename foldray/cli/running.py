@@ -7,26 +7,22 @@ import textwrap
 from typing import Any
 
 from foldray import completion
-from foldray.cli.output import recipe_of, say, say_json, say_nothing_more
+from foldray.cli.output import recipe_of, say, say_either, say_json, say_nothing_more
 from foldray.errors import MissingPackage, UserError
 from foldray.files import write_picture
-from foldray.recipe import Recipe, shipped
+from foldray.recipe import shipped
 
 
 def train(given: argparse.Namespace) -> int:
     recipe = recipe_of(given)
     from trainers.driver.entry import train as run
 
-    return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=_search(recipe))
+    search: Any = None
+    if recipe.schedule.opened:  # the recipe leaves values open
+        from tuners import OnlineSearch
 
-
-def _search(recipe: Recipe) -> Any:
-    """Return the search for the values that a recipe leaves open, or None if the recipe leaves none open."""
-    if not recipe.schedule.opened:
-        return None
-    from tuners import OnlineSearch
-
-    return OnlineSearch
+        search = OnlineSearch
+    return run(recipe, resume=given.resume, start=given.start, as_json=given.json, search=search)
 
 
 def submit(given: argparse.Namespace) -> int:
@@ -112,25 +108,17 @@ def eval_(given: argparse.Namespace) -> int:
 def status(given: argparse.Namespace) -> int:
     from trainers.driver.status import RunStatus
 
-    found = RunStatus.at(given.run, given.trust)
-    if given.json:
-        say_json(found.document())
-    else:
-        say(found.text())
-    return 0
+    run = RunStatus.at(given.run, given.trust)
+    return say_either(given, run.document, run.text)
 
 
 def health(given: argparse.Namespace) -> int:
     from trainers.driver.status import RunHealth
 
-    found = RunHealth.at(given.run, given.trust)
+    run = RunHealth.at(given.run, given.trust)
     if given.picture:
-        write_picture(given.picture, found.draw)
-    if given.json:
-        say_json(found.document())
-    else:
-        say(found.text())
-    return 0
+        write_picture(given.picture, run.draw)
+    return say_either(given, run.document, run.text)
 
 
 def export_hf(given: argparse.Namespace) -> int:
@@ -155,21 +143,17 @@ def recipes(given: argparse.Namespace) -> int:
     copied = [] if given.copy is None else shipped.copy(given.copy)
     known = shipped.shipped()
     if given.json:
-        rows = [{"name": name, "path": str(each.path), "about": each.about} for name, each in known.items()]
+        rows = [{"name": name, "path": str(recipe.path), "about": recipe.about} for name, recipe in known.items()]
         say_json({"recipes": rows, "copied": [str(path) for path in copied]})
     elif given.copy is not None:
         say("\n".join(map(str, copied)))
     else:
-        for name, each in known.items():
-            say(textwrap.fill(each.about, 120, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
+        for name, recipe in known.items():
+            say(textwrap.fill(recipe.about, 120, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
         say("\nfoldray train NAME trains one of them. foldray recipes --copy . copies them to ./recipes, to change them.")
     return 0
 
 
 def complete(given: argparse.Namespace) -> int:
     script = completion.script(given.shell)
-    if given.json:
-        say_json({"shell": given.shell, "script": script})
-    else:
-        say(script)
-    return 0
+    return say_either(given, lambda: {"shell": given.shell, "script": script}, lambda: script)

@@ -14,7 +14,6 @@ class Activity:
 
     Attributes:
         doing: the op that runs, or a word for what training does outside of a list.
-        started: number of started operations, by communicator.
         waited_s: seconds for which the thread that trains has waited for operations.
         since: when something changed last, in seconds of `time.monotonic`.
         may_take_s: seconds that the present work may take without a change; None is the usual limit.

@@ -30,6 +30,11 @@ class Count:
     inside_bytes: int = 0
     across_bytes: int = 0
 
+    def add(self, calls: int, inside: int, across: int) -> None:
+        self.calls += calls
+        self.inside_bytes += inside
+        self.across_bytes += across
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -44,19 +49,13 @@ class Traffic:
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
 
     def add(self, name: str, operation: str, inside: int, across: int) -> None:
-        count = self.counts.setdefault((name, operation), Count())
-        count.calls += 1
-        count.inside_bytes += inside
-        count.across_bytes += across
+        self.counts.setdefault((name, operation), Count()).add(1, inside, across)
 
     def by_name(self) -> dict[str, Count]:
         """Sum up all operations of each class of traffic."""
         totals: dict[str, Count] = {}
         for (name, _), count in self.counts.items():
-            total = totals.setdefault(name, Count())
-            total.calls += count.calls
-            total.inside_bytes += count.inside_bytes
-            total.across_bytes += count.across_bytes
+            totals.setdefault(name, Count()).add(count.calls, count.inside_bytes, count.across_bytes)
         return totals
 
     def clear(self) -> None:
@@ -64,15 +63,7 @@ class Traffic:
 
 
 class Pending:
-    """Tensors of an operation that is still running; `wait` returns them.
-
-    Args:
-        works: the running operations.
-        tensors: the tensors that `wait` returns.
-        kept: tensors that are being sent; they must live until `wait` returns.
-        name: the operation, for `activity`.
-        activity: learns who waits for the operation; None tells nobody.
-    """
+    """Tensors of an operation that is still running; `wait` returns them. Sent tensors (`kept`) live until then."""
 
     def __init__(
         self,
@@ -111,14 +102,12 @@ class Pending:
     def when_done(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> Sequence[Future]:
         """Call a function whenever a part of the tensors has arrived, the last time when all have.
 
-        Any thread may make the call. If no operation is running, the function is called once, at once.
+        Any thread may make the call. If no operation is running, the function is called once, at once. The returned futures are
+        done when the calls have returned; without one, there is no need to wait.
 
         Args:
             stream: a stream of a GPU. The function is then called at once, but what it puts on the stream runs when all
                 tensors have arrived. On a GPU, works tell the host only that they are in a queue.
-
-        Returns:
-            Futures that are done when the calls have returned; an empty list if there is no need to wait for them.
         """
         if stream is not None:
             self.use_on(stream)
@@ -188,14 +177,8 @@ def _watched(works: Sequence[dist.Work], call: Callable[[], None]) -> Future:
 class Communicator:
     """Collectives among ranks that exchange one class of traffic.
 
-    Args:
-        name: the class of traffic.
-        ranks: members, in the order of the fold's table.
-        index: this process's index in `ranks`.
-        group: the process group; None for a single member, which needs no network.
-        nodes: the node of each member; empty if all members share a node.
-        traffic: counts the bytes that this rank sends.
-        activity: learns what this rank starts, and what it waits for.
+    Members are in the order of the fold's table. A single member needs no network, and has no process group. `nodes` is empty if
+    all members share a node.
     """
 
     name: str
@@ -215,7 +198,6 @@ class Communicator:
         return self.start_all_reduce(x, reduction).wait()[0]
 
     def start_all_reduce(self, x: Tensor, reduction: Literal["sum", "max"] = "sum") -> Pending:
-        """Start `all_reduce`."""
         if self.group is None:
             return Pending([], (x,))
         self._count_ring("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
@@ -227,7 +209,6 @@ class Communicator:
         return self.start_all_gather(x).wait()[0]
 
     def start_all_gather(self, x: Tensor) -> Pending:
-        """Start `all_gather`."""
         if self.group is None:
             return Pending([], (x,))
         self._count_ring("all_gather", _bytes(x) * (self.size - 1))
@@ -250,24 +231,14 @@ class Communicator:
         return self._pending("reduce-scatter", [work], (out,), (x,))
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """Send rows to every member, and return the rows that every member sent here.
+        """Send rows to every member, and return the rows that every member sent here: [Σ sent, …] → [Σ received, …].
 
-        Args:
-            x: rows, sorted by the member that they go to: [Σ sent, …].
-            received: number of rows that come from each member.
-            sent: number of rows that go to each member.
-
-        Returns:
-            The received rows, sorted by the member that sent them: [Σ received, …].
+        Rows are sorted by the member that they go to, and by the one that they come from.
         """
         return self.start_all_to_all(x, received, sent).wait()[0]
 
     def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
-        """Start `all_to_all`.
-
-        Args:
-            room: number of rows of the result; those behind the received ones are zero. None has room for no more.
-        """
+        """Start `all_to_all` into a tensor with `room` for rows (None: for the received ones alone). Further rows are zero."""
         rows = sum(received)
         if self.group is None:
             return Pending([], (x if room in (None, rows) else torch.cat([x, x.new_zeros((room - rows, *x.shape[1:]))]),))
@@ -292,17 +263,10 @@ class Communicator:
         return dist.get_backend(self.group) == "gloo"
 
     def _message_by_message(self, operation: str, out: Tensor, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
-        """Start an exchange of single messages; receives come before sends.
-
-        Args:
-            operation: its name.
-            out: the result.
-            received: the part of `out` that comes from each member, as views.
-            sent: the tensor that goes to each member.
-        """
+        """Start an exchange of a message with each member; receives come before sends. The received ones are views of `out`."""
         received[self.index].copy_(sent[self.index].detach())
-        others = [(self.index + step) % self.size for step in range(1, self.size)]
-        into, out_of = ([(i, parts[i]) for i in others] for parts in (received, sent))
+        members = [(self.index + step) % self.size for step in range(1, self.size)]
+        into, out_of = ([(i, parts[i]) for i in members] for parts in (received, sent))
         return self._messages(operation, into, out_of, (out,))
 
     def _messages(
@@ -316,24 +280,14 @@ class Communicator:
         return self._pending(operation, works, result, [tensor for _, tensor in sent])
 
     def send_rows(self, tensors: Sequence[Tensor], to: Mapping[int, int]) -> Pending:
-        """Start to send the rows of tensors to some members. Nobody else takes part.
-
-        Args:
-            tensors: tensors with equally many rows, sorted by the member that they go to.
-            to: member → number of rows.
-        """
+        """Start to send rows to some members (member → number of rows). They are sorted by member. Nobody else takes part."""
         parts = [tensor.contiguous().split(list(to.values())) for tensor in tensors] if to else []
         messages = [(member, part[i]) for i, member in enumerate(to) for part in parts]
         self._count("send_rows", {member: sum(_bytes(part[i]) for part in parts) for i, member in enumerate(to)})
         return self._messages("send of rows", [], messages, ())
 
     def receive_rows(self, tensors: Sequence[Tensor], of: Mapping[int, int]) -> Pending:
-        """Start to receive what other members send with `send_rows`.
-
-        Args:
-            tensors: tensors for the rows, of the types and widths that are sent. The rows of each member follow one another.
-            of: member → number of rows.
-        """
+        """Start to receive, into tensors of the types and widths that are sent, what other members send with `send_rows`."""
         parts = [tensor.split(list(of.values())) for tensor in tensors] if of else []
         into = [(member, part[i]) for i, member in enumerate(of) for part in parts]
         return self._messages("receive of rows", into, [], tensors)
@@ -370,7 +324,6 @@ class Communicator:
     def _pending(
         self, operation: str, works: Iterable[dist.Work], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> Pending:
-        """Return a started operation, and tell `activity` of it."""
         self.activity.start(self.name)
         name = f"{operation} {self.activity.started[self.name]} of {self.name}"
         return Pending(works, tensors, kept, name, self.activity)

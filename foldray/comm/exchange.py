@@ -80,8 +80,8 @@ class _Mirrored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = iter(ctx.back([gradient for gradient, has in zip(gradients, ctx.have_gradients, strict=True) if has]))
-        return None, None, *(next(found) if has else None for has in ctx.have_gradients)
+        returned = iter(ctx.back([gradient for gradient, has in zip(gradients, ctx.have_gradients, strict=True) if has]))
+        return None, None, *(next(returned) if has else None for has in ctx.have_gradients)
 
 
 def _gather_v(x_NH: Tensor, communicator: Communicator, rows: Sequence[int]) -> Tensor:

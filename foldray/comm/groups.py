@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -57,8 +58,6 @@ class Groups:
         expert_stage: the ranks of a position of such experts.
         tokens_line: the line in which all-to-alls of tokens start.
         rows_line: the line in which this rank begins to receive rows, if the experts have ranks of their own.
-        traffic: counts of all bytes that this rank has sent.
-        activity: what this rank is doing.
         timeout: timeout of every collective; None is the default of the process group.
     """
 
@@ -102,15 +101,10 @@ class Groups:
         """Make the process groups. Every rank of the fold must call this. A fold of one rank needs no process group.
 
         Args:
-            timeout: timeout of every collective; None is the default of the process group.
             node: rank → the node of the rank, to count traffic inside a node and between nodes separately. None counts all
                 traffic as inside a node.
-            activity: learns what this rank is doing; None makes a new one.
             share: whether classes of gradients with the same members share a process group. None shares over NCCL, where each one
                 takes memory of the GPU.
-
-        Raises:
-            ValueError: the world of the process group is too small for the fold, or the rank is not in the fold.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if fold.world_size > 1 and fold.offset + fold.world_size > world:
@@ -130,8 +124,8 @@ class Groups:
             group, ranks = made[key]
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic, activity)
-        own = [group for group, _ in made.values() if group]
-        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=own)
+        groups = [group for group, _ in made.values() if group]
+        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=groups)
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Make another process group of a family, even for a single member, and return it with its members.
@@ -190,15 +184,14 @@ def _process_group(
 ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
     """Make the process groups of a family, and return this rank's with its members.
 
-    Args:
-        traffic: the class of traffic, which needs no group for a single member; None makes such groups, too.
+    A single member gets no group for a class of traffic, which needs none. Without a class, it gets one.
     """
     # A family may leave out ranks: a middle stage has no part in a tied embedding.
     mine: tuple[dist.ProcessGroup | None, tuple[int, ...]] = (None, (rank,))
     tables = fold.groups(family)
     if traffic is None:
-        covered = {each for ranks in tables for each in ranks}
-        tables += tuple((each,) for each in range(fold.offset, fold.offset + fold.world_size) if each not in covered)
+        covered = set(chain(*tables))
+        tables += tuple((other,) for other in range(fold.offset, fold.offset + fold.world_size) if other not in covered)
     for ranks in tables:
         # torch.distributed requires every rank to make all groups in the same order, also the groups of other ranks.
         group = None

@@ -26,20 +26,14 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._later: deque[_Queued] = deque()  # on a GPU
+        self._later: deque[_QueuedOperation] = deque()  # on a GPU
         self._stream: torch.cuda.Stream | None = None
-        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
+        self._queue: SimpleQueue[_QueuedOperation | None] = SimpleQueue()
         self._lock, self._waiting = Lock(), 0
         self._thread: Thread | None = None
 
     def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
-        """Start an operation at once, or put it at the end of the line.
-
-        Args:
-            begin: starts the operation. It waits for what the operation needs.
-            ready: whether `begin` would not wait.
-            device: where the operation's tensors are; None is the CPU.
-        """
+        """Start an operation at once, or put it at the end of the line. If it is `ready`, `begin` would not wait."""
         if device is not None and device.type == "cuda":
             return begin() if ready and not self._later else self._line_up(self._beside(begin, device))
         with self._lock:
@@ -50,7 +44,7 @@ class Line:
         if self._thread is None:
             self._thread = Thread(target=self._serve, daemon=True)  # a lost peer must not keep the process from ending
             self._thread.start()
-        queued = _Queued(begin)
+        queued = _QueuedOperation(begin)
         self._queue.put(queued)
         return queued
 
@@ -60,7 +54,7 @@ class Line:
             self._later.popleft().begin()
 
     def _line_up(self, begin: Callable[[], Pending]) -> Pending:
-        self._later.append(queued := _Queued(begin, self.advance))
+        self._later.append(queued := _QueuedOperation(begin, self.advance))
         return queued
 
     def _beside(self, begin: Callable[[], Pending], device: torch.device) -> Callable[[], Pending]:
@@ -92,13 +86,8 @@ class Line:
                 self._waiting -= 1
 
 
-class _Queued(Pending):
-    """An operation in line. `wait` waits until it has started, and then for its end.
-
-    Args:
-        begin: starts the operation.
-        advance: starts all operations in line; None if a thread does.
-    """
+class _QueuedOperation(Pending):
+    """An operation in line. `wait` waits until it has started (`advance` starts all in line), and then for its end."""
 
     def __init__(self, begin: Callable[[], Pending], advance: Callable[[], None] | None = None):
         super().__init__([], ())
@@ -107,7 +96,7 @@ class _Queued(Pending):
         self._started, self._lock = Event(), Lock()
         self._pending: Pending | None = None
         self._error: BaseException | None = None
-        self._asked: list[tuple[Callable[[Pending], Sequence[Future]], Future]] = []  # of `when_done`, before the start
+        self._asked: list[tuple[Callable[[], None], torch.cuda.Stream | None, Future]] = []  # `when_done` before the start
 
     @property
     def is_running(self) -> bool:
@@ -128,9 +117,9 @@ class _Queued(Pending):
         with self._lock:
             if self._error is None:
                 self._pending = pending
-            for ask, done in self._asked:
+            for call, stream, done in self._asked:
                 if self._error is None:
-                    _ask_when_done(pending, ask, done)
+                    _end_after(pending.when_done(call, stream), done)
                 else:
                     done.set_exception(self._error)  # type: ignore[arg-type]
             self._begin = None
@@ -141,7 +130,7 @@ class _Queued(Pending):
             if self._pending is not None:
                 return self._pending.when_done(call, stream)
             done: Future = Future()
-            self._asked.append((lambda pending: pending.when_done(call, stream), done))
+            self._asked.append((call, stream, done))
             return [done]
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -154,9 +143,7 @@ class _Queued(Pending):
         return self._pending.wait()
 
 
-def _ask_when_done(pending: Pending, ask: Callable[[Pending], Sequence[Future]], done: Future) -> None:
-    """Hand over a call that was asked for before the operation started."""
-    parts = ask(pending)
+def _end_after(parts: Sequence[Future], done: Future) -> None:
     if parts:
         collect_all(list(parts)).then(lambda _: done.set_result(None))
     else:

@@ -30,7 +30,7 @@ def options(traffic: str, timeout: timedelta | None) -> Any:
     """Return the options of a communicator for a class of traffic; None for the defaults, or another backend."""
     if traffic not in _URGENT or not is_used():
         return None
-    found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
-        found._timeout = timeout
-    return found
+        options._timeout = timeout
+    return options

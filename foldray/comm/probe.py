@@ -22,26 +22,25 @@ def probe(groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
     """Run each operation that this fold uses, on a few numbers of the type that the operation sends.
 
     Every rank of the fold must call this.
-
-    Raises:
-        UnsupportedBackend: an operation fails.
     """
     wide = torch.promote_types(dtype, torch.float32)
+    sums: dict[str, Operation] = {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}
+    maximum: Operation = partial(Communicator.all_reduce, reduction="max")
     plan: list[tuple[Communicator, torch.dtype, dict[str, Operation]]] = [
         (groups.tokens, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.tokens_inside, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.expert_slices, dtype, {"uneven all-to-all": _all_to_all}),
         (groups.counts, torch.int64, {"all-gather": Communicator.all_gather}),
         (groups.tensor, dtype, {"all-gather": Communicator.all_gather, "reduce-scatter": _reduce_scatter}),
-        (groups.tensor, wide, {"all-reduce": Communicator.all_reduce, "maximum": _maximum}),
+        (groups.tensor, wide, {"all-reduce": Communicator.all_reduce, "maximum": maximum}),
         (groups.context, dtype, {"send and receive": _shift, "all-gather": Communicator.all_gather}),
         (groups.context, wide, {"send and receive": _shift, "reduce-scatter": _reduce_scatter}),
         (groups.sequence, torch.int64, {"all-reduce": Communicator.all_reduce, "all-gather": Communicator.all_gather}),
         (groups.handovers_up, dtype, {"send and receive": partial(_messages, up=True)}),
         (groups.handovers_down, dtype, {"send and receive": partial(_messages, up=False)}),
-        (groups.dense_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
-        (groups.replicated_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
-        (groups.expert_gradients, wide, {"all-reduce": Communicator.all_reduce, "reduce-scatter": _reduce_scatter}),
+        (groups.dense_gradients, wide, sums),
+        (groups.replicated_gradients, wide, sums),
+        (groups.expert_gradients, wide, sums),
         (groups.tied_gradients, wide, {"all-reduce": Communicator.all_reduce}),
         (groups.rows_up, dtype, {"send and receive": _shift}),
         (groups.rows_down, dtype, {"send and receive": _shift}),
@@ -70,20 +69,12 @@ def _reduce_scatter(communicator: Communicator, x: torch.Tensor) -> torch.Tensor
     return communicator.reduce_scatter(x.repeat(communicator.size))
 
 
-def _maximum(communicator: Communicator, x: torch.Tensor) -> torch.Tensor:
-    return communicator.all_reduce(x, "max")
-
-
 def _shift(communicator: Communicator, x: torch.Tensor) -> object:
     return communicator.shift([x]).wait()
 
 
 def _messages(communicator: Communicator, x: torch.Tensor, up: bool) -> None:
-    """Send from each member to the next one of a ring. NCCL makes a connection for each pair at its first message.
-
-    Args:
-        up: whether messages go from lower to higher members, as handovers of this communicator do.
-    """
+    """Send from each member to the next one of a ring, up or down. NCCL makes a connection for each pair at its first message."""
     members = communicator.size
     for low, high in sorted({tuple(sorted((i, (i + 1) % members))) for i in range(members)}):
         sender, receiver = (low, high) if up else (high, low)

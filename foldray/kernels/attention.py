@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foldray.kernels import fused
+from foldray.kernels.wide import at_least_float32
 
 Mask: TypeAlias = Tensor | Literal["causal"] | None
 
@@ -55,8 +56,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one part's share of the gradients of queries, keys and values. The gradients may have wider types than these.
 
-    Args:
-        out_BNSD, lse_BNS: output and log-sum-exp, merged over *all* parts that these queries attend to.
+    Output and log-sum-exp must be merged over *all* parts that these queries attend to.
     """
     if not _takes_fused(q_BNSD, v_BGTD, mask):
         return _attend_plain_backward(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, mask)
@@ -72,12 +72,12 @@ def attend_backward(
         if _takes_cudnn(inputs[1]):
             unused = torch.empty((), dtype=torch.int64, device=q_BNSD.device)
             backward, lse_BNS1 = _aten._scaled_dot_product_cudnn_attention_backward, inputs[-1].unsqueeze(-1)
-            found = backward(*inputs[:-1], lse_BNS1, unused, unused, None, *lengths, 0.0, causal, scale=scale)
+            gradients = backward(*inputs[:-1], lse_BNS1, unused, unused, None, *lengths, 0.0, causal, scale=scale)
         else:
             unused = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
             backward = _aten._scaled_dot_product_flash_attention_backward
-            found = backward(*inputs, *lengths, 0.0, causal, unused, unused, scale=scale)
-        dq_BNSD, dk_BGTD, dv_BGTD = found
+            gradients = backward(*inputs, *lengths, 0.0, causal, unused, unused, scale=scale)
+        dq_BNSD, dk_BGTD, dv_BGTD = gradients
     return dq_BNSD[..., :key_dim], dk_BGTD[..., :key_dim], dv_BGTD[..., :value_dim]
 
 
@@ -85,7 +85,7 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     """Merge two parts of the same queries into their attention to the keys of both parts, in at least float32."""
     if fused.fits(out_a_BNSD, out_b_BNSD, lse_a_BNS, lse_b_BNS):
         return fused.merge(out_a_BNSD, lse_a_BNS, out_b_BNSD, lse_b_BNS)
-    dtype = torch.promote_types(out_a_BNSD.dtype, torch.float32)
+    dtype = at_least_float32(out_a_BNSD)
     lse_BNS = torch.logaddexp(lse_a_BNS, lse_b_BNS)
     base_BNS = _finite(lse_BNS)
     weight_a_BNS1, weight_b_BNS1 = ((lse - base_BNS).exp().unsqueeze(-1).to(dtype) for lse in (lse_a_BNS, lse_b_BNS))
@@ -154,7 +154,6 @@ def _by_group(x_BNX: Tensor, groups: int) -> Tensor:
 
 
 def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
-    """Compute scaled products [B, G, N / G, S, T], with −inf where a query does not see a key."""
     q_BGRSD = _by_group(_wide(q_BNSD), k_BGTD.shape[1])
     score_BGRST = q_BGRSD @ _wide(k_BGTD).unsqueeze(2).mT * q_BNSD.shape[-1] ** -0.5
     if mask is None:
@@ -198,8 +197,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _one_width(*tensors: Tensor) -> list[Tensor]:
-    """Pad narrower heads with columns of zeros, because fused kernels take one width only. Zeros change neither scores nor
-    sums.
+    """Pad narrower heads with zeros, because fused kernels take one width only. Zeros change neither scores nor sums.
 
     The kernels also need the numbers of a row to be adjacent in memory. The numbers of an expanded gradient are not, so such
     a tensor is copied.
@@ -210,4 +208,4 @@ def _one_width(*tensors: Tensor) -> list[Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(at_least_float32(x))

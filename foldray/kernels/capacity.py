@@ -15,11 +15,7 @@ import torch
 
 
 def capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """Return the number of tokens that an expert takes of one sequence: ⌈factor · tokens · topk / experts⌉, at most
-    `tokens`.
-
-    The formula is equation 4 of MoE Parallel Folding.
-    """
+    """Return the number of tokens that an expert takes of one sequence, by equation 4 of MoE Parallel Folding."""
     return min(tokens, math.ceil(factor * tokens * topk / experts))
 
 
@@ -35,11 +31,7 @@ def keep_within(
     """Choose the assignments that stay if every expert takes at most `limit` tokens of each sequence: bool [T, K].
 
     Args:
-        limit: the capacity.
-        expert_TK: the chosen experts.
         score_TK: the scores of the chosen experts; only "probability" uses them.
-        sequences: B, the number of sequences.
-        experts: E, the number of experts.
         drop: "probability" keeps the most probable assignments (on a tie the earlier one), "position" the earliest.
         before_BE: number of assignments to each expert in earlier pieces of each sequence, kept or dropped.
     """

@@ -67,19 +67,12 @@ def expert_ffn(
     Args:
         x_NH: rows sorted by expert.
         counts: number of rows of each expert, which may be zero; the numbers sum to N.
-        up_EHW: weights of the up-projections.
-        down_EFH: weights of the down-projections.
-        ffn: name of the activation.
         kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
         leave: leaves the gradients of both weights for later (`Later.leaver`). None, or the kind "loop", computes them with
             those of the rows. Biases get their gradients at once.
-        biases: biases of both products.
 
     Returns:
         y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
-
-    Raises:
-        ValueError: `counts` do not fit the rows or the experts.
     """
     if len(counts) != up_EHW.shape[0] or sum(counts) != x_NH.shape[0]:
         raise ValueError(f"counts {counts} must be {up_EHW.shape[0]} numbers, one per expert, and sum to {x_NH.shape[0]} rows")
@@ -89,7 +82,7 @@ def expert_ffn(
     # unbind instead of [e], because the gradient of E selections would be E tensors of the size of all experts.
     rows = ([None] * len(counts) if bias is None else bias.unbind() for bias in biases)
     experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), *rows, strict=True)
-    return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *own) for x_nH, up_HW, down_FH, *own in experts])
+    return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *bias) for x_nH, up_HW, down_FH, *bias in experts])
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
@@ -213,7 +206,6 @@ class _PerExpert(torch.autograd.Function):
 
 
 def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, counts: list[int]) -> Tensor:
-    """Add to each row the bias of its expert, in place."""
     if bias_EO is None:
         return rows_NO
     count_E = to_device(counts, rows_NO.device, torch.int64)
@@ -233,7 +225,6 @@ def _add_products(total_EIO: Tensor, factors: list[_Factors]) -> None:
 
 
 def _zero_idle(counts: list[int], *grads: Tensor) -> None:
-    """Set the gradients of experts without rows to zero."""
     if idle := [e for e, n in enumerate(counts) if n == 0]:
         idle_I = to_device(idle, grads[0].device, torch.int64)
         for grad in grads:
@@ -261,7 +252,6 @@ def _bucket(n: int) -> int:
 
 
 def _pad(rows_nH: Tensor, padded: int) -> Tensor:
-    """Append rows of zeros up to `padded` rows."""
     n = rows_nH.shape[0]
     if n == padded:
         return rows_nH

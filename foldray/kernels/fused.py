@@ -55,9 +55,7 @@ def gated_silu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
 def sum_rows(rows_NH: Tensor, position_TK: Tensor, weight_TK: Tensor | None = None) -> Tensor:
     """Sum the rows of each token in the order of k: out_TH[t] = Σ_k weight_TK[t, k] · rows_NH[position_TK[t, k]].
 
-    Args:
-        position_TK: -1 adds nothing, whatever the weight is.
-        weight_TK: the weights; None is 1.
+    A position of -1 adds nothing, whatever the weight is. Weights are 1 if None.
     """
     rows_NH, position_TK = _rows(rows_NH), position_TK.contiguous()
     (tokens, topk), hidden = position_TK.shape, rows_NH.shape[1]
@@ -74,10 +72,8 @@ def combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and the weights of `sum_rows`: dy_NH and dweight_TK.
 
-    Each row belongs to at most one assignment. A row without one has a gradient of zero, and so has the weight of -1.
-
-    Args:
-        drops: whether any position may be -1.
+    Each row belongs to at most one assignment. A row without one has a gradient of zero, and so has the weight of -1, which only
+    occurs with `drops`.
     """
     dout_TH, y_NH = _rows(dout_TH), _rows(y_NH)
     position_TK, weight_TK = position_TK.contiguous(), weight_TK.contiguous()
@@ -98,7 +94,7 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     a, b = _rows(out_a_BNSD), _rows(out_b_BNSD)
     batch, heads, queries, width = a.shape
     out_BSND = a.new_empty((batch, queries, heads, width), dtype=torch.float32)
-    lse_a_BNS, lse_b_BNS = (each.float().contiguous() for each in (lse_a_BNS, lse_b_BNS))
+    lse_a_BNS, lse_b_BNS = (lse.float().contiguous() for lse in (lse_a_BNS, lse_b_BNS))
     lse_BNS = torch.empty_like(lse_a_BNS)
     columns = _power_of_two(width)
     together = min(_power_of_two(heads), max(1, 2 * BLOCK // columns))
@@ -159,7 +155,6 @@ def _launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any) -> 
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with a contiguous last axis."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -172,5 +167,4 @@ def _blocks(width: int, block: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the least power of two that is no smaller."""
     return 1 << max(0, number - 1).bit_length()

@@ -13,25 +13,25 @@ from triton import language as tl
 def gated_silu(up, h, up_stride, F, COLUMNS: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)  # the product with a stride may need 64 bits
     f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here = f < F
-    gate = tl.load(up + n * up_stride + f, mask=here, other=0.0).to(tl.float32)
-    value = tl.load(up + n * up_stride + F + f, mask=here, other=0.0).to(tl.float32)
-    tl.store(h + n * F + f, gate * tl.sigmoid(gate) * value, mask=here)
+    inside = f < F
+    gate = tl.load(up + n * up_stride + f, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(up + n * up_stride + F + f, mask=inside, other=0.0).to(tl.float32)
+    tl.store(h + n * F + f, gate * tl.sigmoid(gate) * value, mask=inside)
 
 
 @triton.jit
 def gated_silu_backward(dh, up, h, dup, dh_stride, up_stride, F, COLUMNS: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here = f < F
-    gate = tl.load(up + n * up_stride + f, mask=here, other=0.0).to(tl.float32)
-    value = tl.load(up + n * up_stride + F + f, mask=here, other=0.0).to(tl.float32)
-    slope = tl.load(dh + n * dh_stride + f, mask=here, other=0.0).to(tl.float32)
+    inside = f < F
+    gate = tl.load(up + n * up_stride + f, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(up + n * up_stride + F + f, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(dh + n * dh_stride + f, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(h + n * F + f, silu * value, mask=here)  # `h` may be `dh`: every thread has read what it overwrites
-    tl.store(dup + n * 2 * F + f, slope * value * sigmoid * (1.0 + gate * (1.0 - sigmoid)), mask=here)
-    tl.store(dup + n * 2 * F + F + f, slope * silu, mask=here)
+    tl.store(h + n * F + f, silu * value, mask=inside)  # `h` may be `dh`: every thread has read what it overwrites
+    tl.store(dup + n * 2 * F + f, slope * value * sigmoid * (1.0 + gate * (1.0 - sigmoid)), mask=inside)
+    tl.store(dup + n * 2 * F + F + f, slope * silu, mask=inside)
 
 
 @triton.jit
@@ -60,11 +60,11 @@ def combine_backward(
     dots = tl.zeros((SLOTS, COLUMNS), tl.float32)
     for start in range(0, H, COLUMNS):
         c = (start + tl.arange(0, COLUMNS))[None, :]
-        here = (n >= 0) & (c < H)
+        inside = (n >= 0) & (c < H)
         slope = tl.load(dout + t * dout_stride + c, mask=c < H, other=0.0).to(tl.float32)
-        row = tl.load(y + n * y_stride + c, mask=here, other=0.0).to(tl.float32)
-        dots += tl.where(here, slope * row, 0.0)  # an infinite slope times a row that is not there must stay out
-        tl.store(dy + n * H + c, w * slope, mask=here)
+        row = tl.load(y + n * y_stride + c, mask=inside, other=0.0).to(tl.float32)
+        dots += tl.where(inside, slope * row, 0.0)  # an infinite slope times a row that is not there must stay out
+        tl.store(dy + n * H + c, w * slope, mask=inside)
     tl.store(dweight + t * K + k, tl.sum(dots, axis=1), mask=k < K)
 
 
@@ -85,11 +85,11 @@ def merge(
     total = first + second
     tl.store(lse + at, base + tl.log(total), mask=n < N)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    here = (n[:, None] < N) & (d < D)
-    x = tl.load(a + batch * a_batch + n[:, None] * a_head + s * a_row + d, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(b + batch * b_batch + n[:, None] * b_head + s * b_row + d, mask=here, other=0.0).to(tl.float32)
+    inside = (n[:, None] < N) & (d < D)
+    x = tl.load(a + batch * a_batch + n[:, None] * a_head + s * a_row + d, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(b + batch * b_batch + n[:, None] * b_head + s * b_row + d, mask=inside, other=0.0).to(tl.float32)
     merged = x * (first * share)[:, None] + y * (second * share)[:, None]
-    tl.store(out + ((batch * rows + s) * N + n[:, None]) * D + d, merged, mask=here)
+    tl.store(out + ((batch * rows + s) * N + n[:, None]) * D + d, merged, mask=inside)
 
 
 @triton.jit
@@ -100,14 +100,14 @@ def rotate(
     s, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     d = tl.arange(0, COLUMNS)[None, :]
-    here = (n < N) & (d < HALF)
+    inside = (n < N) & (d < HALF)
     x_at = x + b * b_stride + s * s_stride + n.to(tl.int64) * n_stride + d
     out_at = out + ((b * tl.num_programs(0) + s) * N + n) * 2 * HALF + d
-    first = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
-    second = tl.load(x_at + HALF, mask=here, other=0.0).to(tl.float32)
+    first = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_at + HALF, mask=inside, other=0.0).to(tl.float32)
     cosine = tl.load(cos + s * HALF + d, mask=d < HALF, other=0.0)
     sine = tl.load(sin + s * HALF + d, mask=d < HALF, other=0.0)
     if BACK:
         sine = -sine
-    tl.store(out_at, first * cosine - second * sine, mask=here)
-    tl.store(out_at + HALF, second * cosine + first * sine, mask=here)
+    tl.store(out_at, first * cosine - second * sine, mask=inside)
+    tl.store(out_at + HALF, second * cosine + first * sine, mask=inside)

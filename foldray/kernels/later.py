@@ -37,10 +37,9 @@ class Later:
 
     @contextmanager
     def collect(self, some: bool = True) -> Iterator[list[Task]]:
-        """Have the products in this context leave the gradients of their weights. Their backward appends them to the list.
+        """Have the products in this context leave the gradients of their weights, if `some` are to be left.
 
-        Args:
-            some: False leaves nothing for later, and the list stays empty.
+        Their backward appends them to the list.
         """
         left: list[Task] = []
         before, self._tasks = self._tasks, left if some else None

@@ -20,28 +20,10 @@ from torch.autograd.function import once_differentiable
 from foldray.kernels import fused
 
 
-class Padded(NamedTuple):
-    """Assignments in rows of which every expert has equally many (`pad_by_expert`).
-
-    Args:
-        token_N: the token of each row; T for an empty row.
-        position_TK: the row of each assignment, -1 if dropped.
-    """
-
-    token_N: Tensor
-    position_TK: Tensor
-
-
 def sort_by_expert(
     expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, kept: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the kept assignments by expert. Assignments of one expert stay in the order of tokens.
-
-    Args:
-        expert_TK: the chosen experts, int64.
-        keep_TK: false for a dropped assignment; None keeps all.
-        num_experts: number of experts.
-        kept: number of kept assignments, if the host knows it; None if not.
 
     Returns:
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
@@ -55,14 +37,11 @@ def sort_by_expert(
     return order_N // topk, position_M.view(num_tokens, topk), start_E.diff()
 
 
-def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, capacity: int) -> Padded:
+def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Sort the kept assignments by expert, and pad every expert to `capacity` rows. The host does not wait for the device.
 
-    Args:
-        expert_TK: the chosen experts, int64.
-        keep_TK: false for a dropped assignment; None keeps all. No expert may keep more than `capacity`.
-        num_experts: number of experts.
-        capacity: rows of each expert.
+    No expert may keep more assignments than `capacity`. Returns the token of each row (T for an empty one), and the row of each
+    assignment (-1 if dropped).
     """
     num_tokens, topk = expert_TK.shape
     order_M, key_M, start_E = _sorted(expert_TK, keep_TK, num_experts)
@@ -71,7 +50,7 @@ def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, c
     place_M = place_M.clamp_max(rows)  # dropped assignments, behind all others, share a row that is cut off
     token_N = torch.full((rows + 1,), num_tokens, device=key_M.device).scatter_(0, place_M, order_M // topk)[:rows]
     position_M = torch.empty_like(order_M).scatter_(0, order_M, torch.where(place_M < rows, place_M, -1))
-    return Padded(token_N, position_M.view(num_tokens, topk))
+    return token_N, position_M.view(num_tokens, topk)
 
 
 def _sorted(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,15 +74,10 @@ def permute(
     """Copy tokens to their rows: x_NH[n] = x_TH[token_N[n]].
 
     Args:
-        x_TH: the tokens.
-        token_N: the token of each row, int64.
         position_TK: the row of each assignment, -1 if dropped. It is the inverse of `token_N`; with None, backward sorts
             `token_N` instead.
         drops: whether any position may be -1. Without drops, backward has less to do.
         gaps: whether a token may be T, for a row of zeros. This needs `position_TK`.
-
-    Returns:
-        x_NH.
     """
     assert position_TK is not None or not gaps, "rows without a token need position_TK"
     return _Permute.apply(x_TH, token_N, position_TK, drops, gaps)
@@ -112,14 +86,8 @@ def permute(
 def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool = True) -> Tensor:
     """Sum the rows of each token: out_TH[t] = Σ_k weight_TK[t, k] · y_NH[position_TK[t, k]].
 
-    Args:
-        y_NH: the rows; each belongs to at most one assignment. If there are drops, all numbers must be finite.
-        position_TK: the row of each assignment; -1 means dropped and adds nothing, whatever the weight is.
-        weight_TK: the weights, in any floating type; products and sums have at least float32.
-        drops: whether any position may be -1. Without drops, there is less to do.
-
-    Returns:
-        out_TH in the type of `y_NH`.
+    Each row belongs to at most one assignment. A position of -1 means dropped and adds nothing, whatever the weight is; but then
+    all numbers of rows must be finite. Without `drops`, there is less to do. Products and sums have at least float32.
     """
     return _Combine.apply(y_NH, position_TK, weight_TK, drops)
 
@@ -127,12 +95,7 @@ def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool
 def sum_rows(y_NH: Tensor, token_N: Tensor, position_TK: Tensor) -> Tensor:
     """Sum the rows of each token: out_TH[t] = Σ_k y_NH[position_TK[t, k]]. It is the transpose of `permute`.
 
-    Backward copies the gradients of tokens to rows, and needs none of the rows.
-
-    Args:
-        y_NH: the rows.
-        token_N: the token of each row, int64.
-        position_TK: the rows of each token; -1 adds nothing.
+    Backward copies the gradients of tokens to rows, and needs none of the rows. A position of -1 adds nothing.
     """
     return _SumRows.apply(y_NH, token_N, position_TK)
 
@@ -198,15 +161,14 @@ class _Combine(torch.autograd.Function):
             row_M = bags.row_M if bags.kept_TK is None else bags.row_M.masked_fill(~bags.kept_TK.reshape(-1), rows)
             token_N = token_M.new_zeros(rows + 1).scatter_(0, row_M, token_M)[:rows]
             weight_N = weight_TK.new_zeros(rows + 1).scatter_(0, row_M, weight_TK.reshape(-1))[:rows]
-            each = torch.arange(rows + 1, device=token_N.device)
-            dy_NH = _sum_rows(dout_TH, _Bags(token_N, each, None), weight_N).to(y_NH.dtype)
+            bags_of_one = _Bags(token_N, torch.arange(rows + 1, device=token_N.device), None)
+            dy_NH = _sum_rows(dout_TH, bags_of_one, weight_N).to(y_NH.dtype)
         if ctx.needs_input_grad[2]:
             dweight_TK = _kept(_dot_rows(dout_TH, y_NH, bags, token_M).to(weight_TK.dtype).view_as(weight_TK), bags)
         return dy_NH, None, dweight_TK, None
 
 
 def _unpermute(rows_NH: Tensor, position_TK: Tensor, drops: bool) -> Tensor:
-    """Sum the rows of each token, without weights."""
     if fused.fits(rows_NH):
         return fused.sum_rows(rows_NH, position_TK)
     bags = _bags(position_TK, drops, rows_NH.shape[0])
@@ -214,12 +176,9 @@ def _unpermute(rows_NH: Tensor, position_TK: Tensor, drops: bool) -> Tensor:
 
 
 class _Bags(NamedTuple):
-    """One bag of rows per token.
+    """One bag of rows per token: rows, bag by bag; where each bag begins, and M; and which rows count (None if all do).
 
-    Args:
-        row_M: rows, bag by bag.
-        offset: where each bag begins, and M.
-        kept_TK: which of them count; None if all do. Rows that do not count are numbers of any existing row.
+    Rows that do not count are numbers of any existing row.
     """
 
     row_M: Tensor
@@ -235,7 +194,6 @@ def _bags(position_TK: Tensor, drops: bool, rows: int) -> _Bags:
 
 
 def _kept(value_TK: Tensor, bags: _Bags) -> Tensor:
-    """Replace the values of dropped assignments by zero."""
     return value_TK if bags.kept_TK is None else value_TK.masked_fill(~bags.kept_TK, 0)
 
 

@@ -28,8 +28,7 @@ def move(tensor: Tensor, device: torch.device | None) -> Tensor:
 def start_reading(tensor: Tensor) -> Callable[[], list[int]]:
     """Start to copy a tensor of integers to the host, on the current stream of its device.
 
-    Returns:
-        A function that waits for the copy, and returns the numbers in a flat list.
+    The returned function waits for the copy, and returns the numbers in a flat list.
     """
     if not tensor.is_cuda:
         return lambda: tensor.flatten().tolist()

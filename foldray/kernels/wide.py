@@ -1,4 +1,4 @@
-"""The product of a router: its inputs are narrow, and its results are not rounded to their type."""
+"""The type of sums, and the product of a router: its inputs are narrow, and its results are not rounded to their type."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from torch.autograd.function import once_differentiable
 from foldray.kernels.lean import keeping_inputs
 
 
+def at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def wide_product(x_TH: Tensor, weight_HE: Tensor) -> Tensor:
     """Return x @ weight in float32, or in the inputs' type if that is wider: [T, H] → [T, E]. Only the inputs are kept."""
     if x_TH.is_cuda and x_TH.dtype == weight_HE.dtype == torch.bfloat16:
         return _WideProduct.apply(x_TH, weight_HE)
-    dtype = torch.promote_types(x_TH.dtype, torch.float32)
+    dtype = at_least_float32(x_TH)
     return keeping_inputs(lambda x_TH, weight_HE: x_TH.to(dtype) @ weight_HE.to(dtype), x_TH, weight_HE)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +17,17 @@ from torch import nn
 from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec
 from foldray.comm import Groups, Pending, scatter_sequence
 from foldray.kernels.later import Later, product
-from foldray.model.context import context_attention
+from foldray.model.context import ContextMode, context_attention
 from foldray.model.rotary import Rotation, rotation
-from foldray.model.shards import by_member, in_order
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
-
-ContextMode = Literal["ring", "all_gather"]
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The positions of a slice that this rank holds, and the keys that its queries see.
+    """The positions of a slice that this rank holds (its shard), and the keys that queries see, by the name of the window.
 
-    Args:
-        position_S: positions of the context-parallel shard of the slice, int64.
-        sights: the keys that queries see, by the name of the window.
-        rotations: what `rotation` has computed for these positions. Slices with the same positions may share it.
+    Slices with the same positions may share their rotations.
     """
 
     position_S: torch.Tensor
@@ -60,24 +53,16 @@ class Attention(nn.Module, ABC):
 
     Args:
         share: this rank's heads.
-        model: the model.
         context: how keys and values reach the other context-parallel ranks: around a ring, or in one all-gather.
     """
 
     def __init__(
-        self,
-        share: AttentionSpec,
-        model: ModelSpec,
-        groups: Groups,
-        context: ContextMode = "ring",
-        later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, share: AttentionSpec, model: ModelSpec, groups: Groups, context: ContextMode = "ring", later: Later | None = None
     ):
         super().__init__()
         self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context
         self.later = later or Later()
-        self.out = nn.Parameter(torch.empty(share.outputs, model.hidden, device=device, dtype=dtype))
+        self.out = nn.Parameter(torch.empty(share.outputs, model.hidden))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
         self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
         self._make(model)
@@ -85,8 +70,7 @@ class Attention(nn.Module, ABC):
     def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
 
-        Args:
-            memory: keys and values of earlier slices; the call adds those of this slice. Whole sequences do not use it.
+        The call adds keys and values of this slice to the memory of earlier ones. Whole sequences do not use it.
         """
         q_BNSD, k_BGSD, v_BGSV = self._projected(x_BsH, place)
         return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.sights[self.share.window], memory))
@@ -103,7 +87,7 @@ class Attention(nn.Module, ABC):
     def store(self, gathered: torch.Tensor, place: Place, memory: KeysAndValues) -> None:
         """Store the gathered keys and values of a slice."""
         sight = place.sights[self.share.window]
-        k_BGTD, v_BGTV = in_order(gathered, sight).split((self.share.key_dim, self.share.value_dim), dim=-1)
+        k_BGTD, v_BGTV = sight.in_order(gathered).split((self.share.key_dim, self.share.value_dim), dim=-1)
         memory.put(k_BGTD, v_BGTV, sight)
 
     def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KeysAndValues) -> torch.Tensor:
@@ -117,7 +101,7 @@ class Attention(nn.Module, ABC):
         reduce-scatter would hold up the host.
         """
         sight = place.sights[self.share.window]
-        share = by_member(memory.take_gradient(sight), sight)
+        share = sight.by_member(memory.take_gradient(sight))
         rows = [len(share) // self.ring.size] * self.ring.size
         return self.ring.start_all_to_all(share, rows, rows)
 

@@ -21,11 +21,9 @@ IGNORED = -100
 class Batch(NamedTuple):
     """The whole sequences of one micro-batch. All ranks of a data-parallel place get the same batch; each takes its piece.
 
-    Args:
-        token_BL: tokens, int64.
-        target_BL: targets, int64; `IGNORED` for a target that does not count.
-        segment_BL: the document number of each token. Each document is as if it stood alone: attention does not cross
-            documents, and positions, windows and further tokens begin and end with them. None is one document.
+    Tokens and targets are int64. `IGNORED` is a target that does not count. Segments are the document number of each token: each
+    document is as if it stood alone. Attention does not cross documents, and positions, windows and further tokens begin and end
+    with them. None is one document.
     """
 
     token_BL: torch.Tensor
@@ -97,9 +95,9 @@ class Losses(NamedTuple):
     further_D: torch.Tensor
     further_tokens_D: torch.Tensor
 
-    def plus(self, **more: torch.Tensor) -> Losses:
-        """Return these losses with more in some fields."""
-        return self._replace(**{name: getattr(self, name) + value for name, value in more.items()})
+    def plus(self, **values: torch.Tensor) -> Losses:
+        """Return these losses with values added to some fields."""
+        return self._replace(**{name: getattr(self, name) + value for name, value in values.items()})
 
     def means(self) -> torch.Tensor:
         """Return language per token, balance per sequence and z per sequence: float64 [3]."""
@@ -112,18 +110,14 @@ class Losses(NamedTuple):
 
 
 def all_losses(losses: Sequence[Losses], control: Communicator, beside: torch.Tensor | None = None) -> Losses:
-    """Return the sum over micro-batches and ranks. All ranks of `control` must call this.
+    """Return the sum over micro-batches and ranks, and replace other float64 numbers (`beside`) by their sums over the ranks.
 
-    One all-reduce carries all fields in float64, which holds counts exactly.
-
-    Args:
-        beside: other numbers in float64, which are replaced by their sums over the ranks.
+    All ranks of `control` must call this. One all-reduce carries all fields in float64, which holds counts exactly.
     """
-    own = Losses(*(torch.stack(parts).sum(0) for parts in zip(*losses, strict=True)))
-    sent = [*own, *(() if beside is None else (beside,))]
-    flat = control.all_reduce(torch.cat([part.double().flatten() for part in sent]))
-    parts = flat.split([part.numel() for part in sent])
+    local = Losses(*(torch.stack(values).sum(0) for values in zip(*losses, strict=True)))
+    sent = [*local, *(() if beside is None else (beside,))]
+    flat = control.all_reduce(torch.cat([tensor.double().flatten() for tensor in sent]))
+    sums = flat.split([tensor.numel() for tensor in sent])
     if beside is not None:
-        *parts, more = parts
-        beside.copy_(more.view_as(beside))
-    return Losses(*(part.view_as(like).to(like.dtype) for part, like in zip(parts, own, strict=True)))
+        beside.copy_(sums[-1].view_as(beside))
+    return Losses(*(total.view_as(like).to(like.dtype) for total, like in zip(sums, local, strict=False)))

@@ -23,16 +23,8 @@ class Cache:
     The results are those of one pass over the whole sequences, up to rounding. There are no gradients. The cache keeps all keys,
     also those that no later query sees because of a window. Its memory doubles when it is full.
 
-    Args:
-        model: a model that this process holds alone. Its experts must not drop tokens, because the capacity of an expert
-            depends on tokens that are not there yet.
-        sequences: B.
-
-    Attributes:
-        seen: number of tokens so far.
-
-    Raises:
-        ValueError: experts may drop tokens.
+    This process must hold the model alone. Its experts must not drop tokens, because the capacity of an expert depends on tokens
+    that are not there yet.
     """
 
     def __init__(self, model: Transformer, sequences: int = 1):
@@ -47,9 +39,6 @@ class Cache:
         """Add a slice of tokens, int64, and return the output of the last block for them: [B, S] → [B, S, H].
 
         `Transformer.head_logits` makes logits of it.
-
-        Raises:
-            ValueError: the sequences become longer than the learned positions.
         """
         part, spec = range(self.seen, self.seen + token_BS.shape[1]), self.model.spec
         if spec.positions == "learned" and part.stop > spec.max_positions:
@@ -68,7 +57,7 @@ class Cache:
         """Make room for this many tokens, and more: attention keeps nothing of a slice that is as long as the sequences."""
         room = self._token_BL.shape[1]
         if tokens > room:
-            more = max(2 * tokens, _LEAST) - room
-            self._token_BL = F.pad(self._token_BL, (0, more))
+            length = max(2 * tokens, _LEAST)
+            self._token_BL = F.pad(self._token_BL, (0, length - room))
             for memory in self._memories.values():
-                memory.lengthen(room + more)
+                memory.lengthen(length)

@@ -29,10 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
 from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
-from foldray.model.shards import gather_chunks, scatter_chunks
+from foldray.kernels.wide import at_least_float32
 from foldray.model.sight import Part, Sight
 
-Mode = Literal["ring", "all_gather"]
+ContextMode = Literal["ring", "all_gather"]
 
 
 def context_attention(
@@ -40,7 +40,7 @@ def context_attention(
     k_BGSD: Tensor,
     v_BGSD: Tensor,
     communicator: Communicator,
-    mode: Mode,
+    mode: ContextMode,
     sight: Sight,
     sink_N: Tensor | None = None,
 ) -> Tensor:
@@ -51,12 +51,8 @@ def context_attention(
 
     Args:
         communicator: the ranks that share the sequences, in the order of their shards.
-        mode: how keys and values travel.
         sight: the sight of whole sequences. Members differ in its `index` only.
         sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
-
-    Raises:
-        ValueError: the mode is unknown, or the shape of the document numbers is not that of the whole sequences.
     """
     if mode not in ("ring", "all_gather"):
         raise ValueError(f"mode is {mode!r}; legal are 'ring', 'all_gather'")
@@ -76,19 +72,19 @@ class _ContextAttention(torch.autograd.Function):
         k_BGSD: Tensor,
         v_BGSD: Tensor,
         communicator: Communicator,
-        mode: Mode,
+        mode: ContextMode,
         sight: Sight,
         sink_N: Tensor | None,
     ) -> Tensor:
-        queries, widths = q_BNSD.chunk(len(sight.own), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
+        queries, widths = q_BNSD.chunk(len(sight.held), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
         merged: dict[int, tuple[Tensor, Tensor]] = {}
         for chunks, block in _blocks((k_BGSD, v_BGSD), communicator, mode, sight):
-            for place, part in _parts(sight, chunks):
+            for number, part in _parts(sight, chunks):
                 k, v = block[..., part.keys, :].split(widths, dim=-1)
-                result = attend(queries[place], k, v, part.mask)
-                merged[place] = merge(*merged[place], *result) if place in merged else result
-        outs, lses = zip(*(merged[place] for place in sorted(merged)), strict=True)
-        out_BNSD, lse_BNS = (each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in (outs, lses))
+                result = attend(queries[number], k, v, part.mask)
+                merged[number] = merge(*merged[number], *result) if number in merged else result
+        outs, lses = zip(*(merged[number] for number in sorted(merged)), strict=True)
+        out_BNSD, lse_BNS = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2) for chunks in (outs, lses))
         if sink_N is not None:
             out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
         out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
@@ -116,37 +112,34 @@ class _Whole:
         self, sight: Sight, widths: tuple[int, int], q_BNSD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, dout_BNSD: Tensor
     ):
         self.sight, self.widths = sight, widths
-        self.dq_BNSD = torch.zeros_like(q_BNSD, dtype=_at_least_float32(q_BNSD))
-        chunked = (x.chunk(len(sight.own), dim=2) for x in (dout_BNSD, q_BNSD, out_BNSD, lse_BNS, self.dq_BNSD))
+        self.dq_BNSD = torch.zeros_like(q_BNSD, dtype=at_least_float32(q_BNSD))
+        chunked = (x.chunk(len(sight.held), dim=2) for x in (dout_BNSD, q_BNSD, out_BNSD, lse_BNS, self.dq_BNSD))
         self._dout, self._q, self._out, self._lse, self._dq = chunked
 
     def block_gradient(self, chunks: Sequence[range], block: Tensor) -> Tensor:
         """Return these queries' share of a block's gradient, in at least float32, and add to the gradient of the queries."""
-        dblock = torch.zeros_like(block, dtype=_at_least_float32(block))
-        for place, part in _parts(self.sight, chunks):
+        dblock = torch.zeros_like(block, dtype=at_least_float32(block))
+        for number, part in _parts(self.sight, chunks):
             (k, v), (dk, dv) = (x[..., part.keys, :].split(self.widths, dim=-1) for x in (block, dblock))
             # The *merged* output and log-sum-exp: with a part's own, the weights would be normalised over that part's keys.
-            shares = attend_backward(self._dout[place], self._q[place], k, v, self._out[place], self._lse[place], part.mask)
-            for total, share in zip((self._dq[place], dk, dv), shares, strict=True):
+            dout, q, out, lse, dq = (x[number] for x in (self._dout, self._q, self._out, self._lse, self._dq))
+            shares = attend_backward(dout, q, k, v, out, lse, part.mask)
+            for total, share in zip((dq, dk, dv), shares, strict=True):
                 total.add_(share)
         return dblock
 
 
 def _parts(sight: Sight, chunks: Sequence[range]) -> Iterator[tuple[int, Part]]:
-    """Yield the parts to compute with a block: (number of this rank's query chunk, part).
-
-    Args:
-        chunks: positions of the block's keys, chunk by chunk in ascending order.
-    """
-    return ((place, part) for place, queries in enumerate(sight.own) for part in sight.meet(queries, chunks))
+    """Yield the parts to compute with a block: (number of this rank's query chunk, part). The block has the keys of `chunks`."""
+    return ((number, part) for number, queries in enumerate(sight.held) for part in sight.visible_parts(queries, chunks))
 
 
 def _blocks(
-    keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, mode: Mode, sight: Sight
+    keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, mode: ContextMode, sight: Sight
 ) -> Iterator[tuple[Sequence[range], Tensor]]:
     """Yield the blocks of all members as (chunks, block): one by one around the ring, or all of them as one block."""
     if mode == "all_gather":
-        yield sight.sequence, gather_chunks(keys_and_values, communicator, sight)
+        yield sight.sequence, _gathered(keys_and_values, communicator, sight)
         return
     for member, passing in _ring(torch.cat(keys_and_values, dim=-1), communicator):
         yield sight.shards[member], passing
@@ -182,10 +175,10 @@ def _ring_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communi
 
 
 def _all_gather_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, whole: _Whole) -> Tensor:
-    """Return the gradient of this rank's block. A reduce-scatter sums the members' shares for all positions."""
-    share = whole.block_gradient(whole.sight.sequence, gather_chunks(keys_and_values, communicator, whole.sight))
-    return scatter_chunks(share, communicator, whole.sight)
+    share = whole.block_gradient(whole.sight.sequence, _gathered(keys_and_values, communicator, whole.sight))
+    return share if whole.sight.alone else communicator.reduce_scatter(whole.sight.by_member(share))
 
 
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _gathered(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, sight: Sight) -> Tensor:
+    """Gather keys and values in the order of positions: [B, G, S, D] each → [B, G, cp · S, Dk + Dv]."""
+    return sight.in_order(communicator.all_gather(torch.cat(keys_and_values, dim=-1)))

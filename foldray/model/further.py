@@ -24,22 +24,17 @@ from foldray.kernels.later import Later, product
 from foldray.model.norms import Norm
 
 
-class Further(nn.Module):
+class MTPModule(nn.Module):
     """What a block of multi-token prediction has beside the block itself."""
 
-    def __init__(self, model: ModelSpec, later: Later, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    def __init__(self, model: ModelSpec, later: Later):
         super().__init__()
         self.later = later
-        self.embedding_norm, self.hidden_norm = Norm(model, device, dtype), Norm(model, device, dtype)
-        self.projection = nn.Parameter(torch.empty(2 * model.hidden, model.hidden, device=device, dtype=dtype))
-        self.final_norm = Norm(model, device, dtype)
+        self.embedding_norm, self.hidden_norm = Norm(model), Norm(model)
+        self.projection = nn.Parameter(torch.empty(2 * model.hidden, model.hidden))
+        self.final_norm = Norm(model)
 
     def forward(self, x_BsH: torch.Tensor, e_BsH: torch.Tensor) -> torch.Tensor:
-        """Return the block's input: [B, s, H] → [B, s, H].
-
-        Args:
-            x_BsH: state of the depth before.
-            e_BsH: embeddings of the later tokens.
-        """
+        """Return the block's input from the state of the depth before and the embeddings of the later tokens: [B, s, H]."""
         both_BsI = torch.cat((self.embedding_norm(e_BsH), self.hidden_norm(x_BsH)), dim=-1)
         return product(both_BsI, self.projection, self.later)

@@ -29,11 +29,9 @@ class HeadAttention(Attention):
         width = share.queries + share.keys + share.values
         self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width))
         self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
-        like = self.out.device, self.out.dtype
-        self.norm = HeadNorms(share, model.norm_eps, self.tensor, *like) if share.norm != "none" else None
+        self.norm = HeadNorms(share, model.norm_eps, self.tensor) if share.norm != "none" else None
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each as [B, heads, S, width]."""
         x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
         product_BSW = product(x_BSH, self.qkv, self.later)
         if self.qkv_bias is not None:
@@ -83,7 +81,6 @@ class LatentAttention(Attention):
         self.key_value_norm = nn.Parameter(new(latent.rank))
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each as [B, heads, S, width]."""
         share = self.share
         assert share.rope
         query_BSR, latent_BSR, turning_BSR = self._narrow(x_BsH, share.rope.dim)

@@ -17,25 +17,18 @@ from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_sequence, scatter_sequence
 from foldray.kernels.experts import expert_ffn
 from foldray.kernels.later import Later, product
+from foldray.kernels.wide import at_least_float32
 from foldray.model.batch import IGNORED
 
 
 class FeedForward(nn.Module):
     """A dense feed-forward network: [B, s, H] → [B, s, H]. TP cuts its inner width."""
 
-    def __init__(
-        self,
-        share: FeedForwardSpec,
-        hidden: int,
-        tensor: Communicator,
-        later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, share: FeedForwardSpec, hidden: int, tensor: Communicator, later: Later | None = None):
         super().__init__()
         self.share, self.tensor, self.later = share, tensor, later or Later()
-        self.up = nn.Parameter(torch.empty(hidden, share.width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(share.inner, hidden, device=device, dtype=dtype))
+        self.up = nn.Parameter(torch.empty(hidden, share.width))
+        self.down = nn.Parameter(torch.empty(share.inner, hidden))
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         x_BSH = gather_sequence(x_BsH, self.tensor)
@@ -52,8 +45,8 @@ class FeedForward(nn.Module):
 class WeighedFeedForward(FeedForward):
     """A feed-forward network whose output each token weighs with the sigmoid of a product (Qwen2-MoE's shared expert)."""
 
-    def __init__(self, share: FeedForwardSpec, hidden: int, *others: Any):
-        super().__init__(share, hidden, *others)
+    def __init__(self, share: FeedForwardSpec, hidden: int, tensor: Communicator, later: Later | None = None):
+        super().__init__(share, hidden, tensor, later)
         self.output_gate = nn.Parameter(self.up.new_empty(hidden, 1))
 
     def forward(self, x_BsH: Tensor) -> Tensor:
@@ -66,18 +59,10 @@ class WeighedFeedForward(FeedForward):
 class Vocabulary(nn.Module):
     """The rows of an embedding or head that this rank holds. Each TP rank has an equal share of the vocabulary."""
 
-    def __init__(
-        self,
-        rows: range,
-        hidden: int,
-        tensor: Communicator,
-        later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, rows: range, hidden: int, tensor: Communicator, later: Later | None = None):
         super().__init__()
         self.tensor, self.first, self.later = tensor, rows.start, later or Later()
-        self.weight = nn.Parameter(torch.empty(len(rows), hidden, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(len(rows), hidden))
 
     def embed(self, token_BS: Tensor) -> Tensor:
         """Return embeddings of this rank's piece, from the tokens of the shard: [B, S] → [B, s, H]."""
@@ -94,12 +79,9 @@ class Vocabulary(nn.Module):
         return product(gather_sequence(x_BsH, self.tensor), self.weight, self.later, transposed=True)
 
     def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
-        """Return the cross-entropy, summed over the shard's targets that count: a scalar of at least float32.
-
-        It is the same on all TP ranks.
-        """
+        """Return the cross-entropy, summed over the shard's targets that count: at least float32, the same on all TP ranks."""
         logits_BSV = self.logits(x_BsH)
-        logits_TV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32)).flatten(0, 1)
+        logits_TV = logits_BSV.to(at_least_float32(logits_BSV)).flatten(0, 1)
         if self.tensor.size == 1:
             return F.cross_entropy(logits_TV, target_BS.flatten(), reduction="sum", ignore_index=IGNORED)
         loss_T = vocabulary_cross_entropy(logits_TV, target_BS.flatten(), self.first, self.tensor)
@@ -109,10 +91,8 @@ class Vocabulary(nn.Module):
 def vocabulary_cross_entropy(logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:
     """Return the cross-entropy of each token [T], if every rank holds the logits of its own rows only.
 
-    Logits do not leave their rank. Only each token's maximum, sum and target logit travel (Megatron-LM, section 3).
-
-    Args:
-        first: number of this rank's first row in the vocabulary.
+    Logits do not leave their rank. Only each token's maximum, sum and target logit travel (Megatron-LM, section 3). The first
+    row of this rank has the number `first` in the vocabulary.
     """
     return _VocabularyCrossEntropy.apply(logits_TV, target_T, first, tensor)
 

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from foldray.blueprint import AttentionSpec, ModelSpec
 from foldray.comm import Communicator, sum_over_members
 from foldray.kernels.lean import keeping_inputs
+from foldray.kernels.wide import at_least_float32
 
 
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last axis."""
 
-    def __init__(self, model: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None):
+    def __init__(self, model: ModelSpec):
         super().__init__()
         self.eps = model.norm_eps
-        self.weight = nn.Parameter(torch.empty(model.hidden, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(model.hidden))
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if model.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,31 +36,18 @@ class Norm(nn.Module):
         return keeping_inputs(self._centred, x, self.weight, self.bias)
 
     def _centred(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        dtype = _at_least_float32(x)
+        dtype = at_least_float32(x)
         return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), self.eps).to(x.dtype)
 
 
 class HeadNorms(nn.Module):
-    """RMSNorm of queries and keys: of each head by itself, or of all heads of a token, which TP cuts.
+    """RMSNorm of queries and keys: of each head by itself, or of all heads of a token, which TP cuts."""
 
-    Args:
-        share: this rank's heads. `norm` must not be "none".
-        eps: number that normalization adds before it divides.
-        tensor: the ranks that have the other heads.
-    """
-
-    def __init__(
-        self,
-        share: AttentionSpec,
-        eps: float,
-        tensor: Communicator,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, share: AttentionSpec, eps: float, tensor: Communicator):
         super().__init__()
         self.share, self.eps, self.tensor = share, eps, tensor
         widths = (share.key_dim, share.key_dim) if share.norm == "head" else (share.queries, share.keys)
-        self.query, self.key = (nn.Parameter(torch.empty(width, device=device, dtype=dtype)) for width in widths)
+        self.query, self.key = (nn.Parameter(torch.empty(width)) for width in widths)
 
     def forward(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize queries [B, S, N, D] and keys [B, S, G, D]."""
@@ -85,26 +73,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dtype = _at_least_float32(x)
+    dtype = at_least_float32(x)
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
 
 def _squares(q_BSW: Tensor, k_BSW: Tensor) -> Tensor:
-    """Return the sums of squares of this rank's queries and keys: [B, S, 2]."""
-    return torch.stack([x.to(_at_least_float32(x)).square().sum(-1) for x in (q_BSW, k_BSW)], dim=-1)
+    return torch.stack([x.to(at_least_float32(x)).square().sum(-1) for x in (q_BSW, k_BSW)], dim=-1)
 
 
 def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps: float) -> Tensor:
-    """Return this rank's part of RMSNorm.
-
-    Args:
-        square_BS1: sum of squares over the parts of all ranks.
-        width: width of all parts.
-    """
+    """Return this rank's part of RMSNorm, from the sum of squares and the width of all ranks' parts."""
     dtype = square_BS1.dtype
     scale_BS1 = (square_BS1 / width + eps).rsqrt()
     return (x_BSW.to(dtype) * scale_BS1 * weight_W.to(dtype)).to(x_BSW.dtype)
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -19,16 +19,12 @@ class Packed(Protocol):
 
 
 def parts_below(modules: Iterable[tuple[str, nn.Module]]) -> Parts:
-    """Return the parts of every parameter of these modules, by full names.
-
-    Args:
-        modules: the `named_modules()` of a module.
-    """
-    found: Parts = {}
+    """Return the parts of every parameter of these modules (`nn.Module.named_modules`), by full names."""
+    all_parts: Parts = {}
     for prefix, module in modules:
         dot = f"{prefix}." if prefix else ""
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        parts = module.parts() if isinstance(module, Packed) else {name: [(name, ())] for name in own}
-        for name in own:
-            found[dot + name] = [(dot + part, index) for part, index in parts[name]]
-    return found
+        packed = module.parts() if isinstance(module, Packed) else None
+        for name, _ in module.named_parameters(recurse=False):
+            parts = [(name, ())] if packed is None else packed[name]
+            all_parts[dot + name] = [(dot + part, index) for part, index in parts]
+    return all_parts

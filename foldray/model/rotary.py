@@ -15,10 +15,8 @@ from foldray.kernels import fused
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines [S, R/2] of the angles by which rotary positions turn pairs of columns.
-
-    Args:
-        interleaved: whether columns 2i and 2i + 1 are a pair. Otherwise columns i and i + R/2 are.
+    """Cosines and sines [S, R/2] of the angles by which rotary positions turn pairs of columns: 2i and 2i + 1 if interleaved,
+    else i and i + R/2.
     """
 
     cos_SR: torch.Tensor

@@ -3,7 +3,7 @@
 Slices and context parallelism cut sequences into runs of positions. For both, this module finds the runs of keys that a run
 of queries must be computed with, and their masks.
 
-Legend: B sequences, S queries, T keys, L positions of the whole sequence.
+Legend: B sequences, G key/value heads, S queries (of this rank's shard), T keys, L positions of the whole sequence, D head size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +27,7 @@ _SHORTEST_RUN = 128  # queries; starting a kernel takes as long as computing thi
 
 
 class Part(NamedTuple):
-    """A run of keys that a run of queries is computed with at once.
-
-    Args:
-        keys: indices of the keys in the tensor that holds them.
-        mask: which of these keys each query sees.
-    """
+    """A run of keys that a run of queries is computed with at once: indices in the tensor that holds the keys, and the mask."""
 
     keys: slice
     mask: Mask
@@ -39,16 +35,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """The keys that this rank's queries of a slice see.
+    """The keys that this rank's queries of a slice see. The slice may be the whole sequence of `length` tokens.
 
     Args:
-        tokens: positions of the slice; all positions if the sequence is not cut.
-        length: tokens of the whole sequence.
+        tokens: positions of the slice.
         shards: for each context-parallel member, positions of the chunks of the slice that it holds.
         index: this rank's index among the members.
         segment_BL: document numbers of the whole sequences; None is one document.
-        window: how far back queries see.
-        device: the device of masks.
     """
 
     tokens: range
@@ -58,11 +51,11 @@ class Sight:
     segment_BL: Tensor | None = None
     window: Window = FULL
     device: torch.device | None = None
-    _met: dict[tuple[range, range], int] = field(default_factory=dict, repr=False)
+    _firsts: dict[tuple[range, range], int] = field(default_factory=dict, repr=False)
     _numbers: dict[range, list[int] | None] = field(default_factory=dict, repr=False)
 
     @property
-    def own(self) -> Sequence[range]:
+    def held(self) -> Sequence[range]:
         """Chunks of this rank."""
         return self.shards[self.index]
 
@@ -84,33 +77,40 @@ class Sight:
     @cached_property
     def parts(self) -> list[list[Part]]:
         """The parts for each of this rank's chunks, if one tensor holds all keys of the sequence up to the slice's end."""
-        return [list(self.meet(queries, (range(queries.start), queries))) for queries in self.own]
+        return [list(self.visible_parts(queries, (range(queries.start), queries))) for queries in self.held]
 
-    def meet(self, queries: range, runs: Sequence[range]) -> Iterator[Part]:
-        """Yield the parts that these queries see.
+    def in_order(self, gathered: Tensor) -> Tensor:
+        """Sort the blocks of all members by position: [cp · B, G, S, D] → [B, G, cp · S, D]."""
+        held = {
+            chunk.start: part
+            for shard, block in zip(self.shards, gathered.chunk(len(self.shards)), strict=True)
+            for chunk, part in zip(shard, block.chunk(len(shard), dim=-2), strict=True)
+        }
+        return torch.cat([held[chunk.start] for chunk in self.sequence], dim=-2)
 
-        Args:
-            queries: positions of the queries.
-            runs: positions of the keys, run by run in ascending order. One tensor holds the runs one after another.
-        """
-        seen: list[tuple[range, int]] = []  # runs before the queries, from the first visible key on; their first index
-        last = place = 0
-        here: int | None = None
-        for keys in runs:
-            if keys == queries:
-                here = place
-            elif keys.stop <= queries.start:
-                first = self._first(queries, keys)
-                if seen or first < keys.stop:
-                    seen.append((keys if seen else range(first, keys.stop), place if seen else place + first - keys.start))
-                    last = len(seen) if first < keys.stop else last
-            place += len(keys)
-        if last:
-            met = [keys for keys, _ in seen[:last]]
-            begin = seen[0][1]
-            yield Part(slice(begin, begin + sum(map(len, met))), self.mask(queries, met))
-        if here is not None:
-            yield Part(slice(here, here + len(queries)), self.mask(queries, [queries]))
+    def by_member(self, share: Tensor) -> Tensor:
+        """Sort a tensor of the slice by the members that hold its positions: [B, G, cp · S, D] → [cp · B, G, S, D]."""
+        first = self.tokens.start
+        return torch.cat(
+            [
+                torch.cat([share[..., chunk.start - first : chunk.stop - first, :] for chunk in shard], dim=-2)
+                for shard in self.shards
+            ]
+        )
+
+    def visible_parts(self, queries: range, runs: Sequence[range]) -> Iterator[Part]:
+        """Yield the parts that these queries see. One tensor holds the runs of keys one after another, in ascending order."""
+        offsets = list(accumulate(map(len, runs), initial=0))
+        firsts = [self._first(queries, keys) if keys.stop <= queries.start else keys.stop for keys in runs]
+        visible = [number for number, keys in enumerate(runs) if firsts[number] < keys.stop]
+        if visible:  # keys from the first visible one on, to the end of the last run that has one
+            first, last = visible[0], visible[-1]
+            keys = [range(firsts[first], runs[first].stop), *runs[first + 1 : last + 1]]
+            begin = offsets[first] + firsts[first] - runs[first].start
+            yield Part(slice(begin, offsets[last + 1]), self.mask(queries, keys))
+        if queries in runs:
+            begin = offsets[runs.index(queries)]
+            yield Part(slice(begin, begin + len(queries)), self.mask(queries, [queries]))
 
     def mask(self, queries: range, runs: Sequence[range]) -> Mask:
         """Return the mask: which keys of these runs each query sees. The last run may be that of the queries themselves."""
@@ -161,19 +161,18 @@ class Sight:
 
     @cached_property
     def _begin_L(self) -> list[int]:
-        """The least `_begin_BL` of all sequences."""
         return self._begin_BL.min(axis=0).tolist()
 
     def _first(self, queries: range, keys: range) -> int:
-        """Return the position of the first of these keys that any of the queries sees; `keys.stop` if they see none."""
+        """Return the position of the first of these keys that a query sees; `keys.stop` if there is none."""
         first = min(max(keys.start, self._begin_L[queries.start]), keys.stop)
         if self._host_BL is None or first == keys.stop:
             return first
-        if (queries, keys) not in self._met:
+        if (queries, keys) not in self._firsts:
             near = range(first, keys.stop)
-            met = (_first_met(segment_L, queries, near) for segment_L in self._host_BL)
-            self._met[queries, keys] = first + min(met, default=len(near))  # there may be no sequence
-        return self._met[queries, keys]
+            indices = (_first_shared(segment_L, queries, near) for segment_L in self._host_BL)
+            self._firsts[queries, keys] = first + min(indices, default=len(near))  # there may be no sequence
+        return self._firsts[queries, keys]
 
     @cached_property
     def _host_BL(self) -> Tensor | None:
@@ -195,10 +194,10 @@ class Sight:
         return self._numbers[run]
 
 
-def _first_met(segment_L: Tensor, queries: range, keys: range) -> int:
+def _first_shared(segment_L: Tensor, queries: range, keys: range) -> int:
     """Return the index of the first of these keys that shares a document with a query; `len(keys)` if there is none."""
-    met_T = torch.isin(segment_L[keys.start : keys.stop], segment_L[queries.start : queries.stop].unique())
-    return int(met_T.int().argmax()) if bool(met_T.any()) else len(keys)
+    shared_T = torch.isin(segment_L[keys.start : keys.stop], segment_L[queries.start : queries.stop].unique())
+    return int(shared_T.int().argmax()) if bool(shared_T.any()) else len(keys)
 
 
 def _same(queries_BS: Tensor, keys_BT: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ class KeysAndValues:
         if self.made is None:
             self.widths = k_BGTD.shape[-1], v_BGTD.shape[-1]
             self.made = k_BGTD.new_empty((*k_BGTD.shape[:2], sight.length, sum(self.widths)))
-        own = self.made[..., sight.tokens.start : sight.tokens.stop, :]
-        for place, block in zip(own.split(self.widths, dim=-1), (k_BGTD, v_BGTD), strict=True):
+        slot = self.made[..., sight.tokens.start : sight.tokens.stop, :]
+        for place, block in zip(slot.split(self.widths, dim=-1), (k_BGTD, v_BGTD), strict=True):
             place.copy_(block)
         self._seen = sight.tokens.stop
 
@@ -79,18 +79,18 @@ class KeysAndValues:
         """Add a share to the gradient of a part's keys and values. The first share of a key is copied instead of added."""
         start, stop = part.keys.start, part.keys.stop
         middle = min(max(start, self._reached), stop)
-        totals = self.collect(sight).split([more.shape[-1] for more in share], dim=-1)
-        for total, more in zip(totals, share, strict=True):
-            total[..., middle:stop, :] += more[..., middle - start :, :]
-            total[..., start:middle, :] = more[..., : middle - start, :]
+        totals = self.collect(sight).split([x.shape[-1] for x in share], dim=-1)
+        for total, x in zip(totals, share, strict=True):
+            total[..., middle:stop, :] += x[..., middle - start :, :]
+            total[..., start:middle, :] = x[..., : middle - start, :]
         self._reached = min(self._reached, start)
 
     def take_gradient(self, sight: Sight) -> Tensor:
         """Return the gradient of a slice's keys and values, as a view. The first slice goes backward last, and frees the rest."""
-        own = self.collect(sight)[..., sight.tokens.start : sight.tokens.stop, :]
+        gradient = self.collect(sight)[..., sight.tokens.start : sight.tokens.stop, :]
         if sight.tokens.start == 0:
             self.free()
-        return own
+        return gradient
 
     def free(self) -> None:
         self.made = self.gradient = None
@@ -108,7 +108,6 @@ def slice_attention(
     """Compute causal attention of this rank's queries of a slice, slice after slice: [B, N, S, Dv].
 
     Args:
-        memory: keys and values of earlier slices.
         k_BGSD, v_BGSD: keys and values of this slice, if this rank has all of them. They go to `memory`, and the backward
             of the first slice frees `memory`. None if `memory` has them already; the caller then takes their gradient.
         sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
@@ -132,14 +131,16 @@ class _SliceAttention(torch.autograd.Function):
         assert memory.made is not None
         outs, lses = [], []
         for q, parts in zip(_chunked(q_BNSD, sight), sight.parts, strict=True):
-            met = [(*memory.made[..., part.keys, :].split(memory.widths, dim=-1), part.mask) for part in parts]
-            found = [attend(q, k, v, mask) for k, v, mask in met]
-            out, lse = found[0]
-            for other in found[1:]:
-                out, lse = merge(out, lse, *other)
+            results = []
+            for part in parts:
+                k, v = memory.made[..., part.keys, :].split(memory.widths, dim=-1)
+                results.append(attend(q, k, v, part.mask))
+            out, lse = results[0]
+            for result in results[1:]:
+                out, lse = merge(out, lse, *result)
             outs.append(out)
             lses.append(lse)
-        out_BNSD, lse_BNS = (each[0] if len(each) == 1 else torch.cat(each, dim=2) for each in (outs, lses))
+        out_BNSD, lse_BNS = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2) for chunks in (outs, lses))
         if sink_N is not None:
             out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
         out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
@@ -154,8 +155,8 @@ class _SliceAttention(torch.autograd.Function):
         gradient, made, dqs = memory.collect(sight), memory.made, []
         q_BNSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
         dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
-        each = zip(*(_chunked(x, sight) for x in (grads[0], q_BNSD, out_BNSD, lse_BNS)), sight.parts, strict=True)
-        for dout, q, out, lse, parts in each:
+        chunks = zip(*(_chunked(x, sight) for x in (grads[0], q_BNSD, out_BNSD, lse_BNS)), sight.parts, strict=True)
+        for dout, q, out, lse, parts in chunks:
             shares = []  # of one part or two
             for part in reversed(parts):  # later keys first, so that the written gradient has no gaps
                 # The *merged* output and log-sum-exp: with a part's own, its weights would be normalised over its keys only.
@@ -172,5 +173,4 @@ class _SliceAttention(torch.autograd.Function):
 
 
 def _chunked(x: Tensor, sight: Sight) -> Sequence[Tensor]:
-    """Split a tensor of this rank's shard into chunks."""
     return x.chunk(len(sight.parts), dim=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -22,7 +23,7 @@ from foldray.kernels.later import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, Place
 from foldray.model.batch import Batch, Losses
-from foldray.model.further import Further
+from foldray.model.further import MTPModule
 from foldray.model.heads import HeadAttention, LatentAttention
 from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
 from foldray.model.norms import Norm
@@ -43,39 +44,29 @@ class Block(nn.Module):
 
     moe: MoELayer | TokenHalf | ExpertHalf
     ffn: FeedForward
-    mtp: Further
+    mtp: MTPModule
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        layer: int,
-        groups: Groups,
-        backend: MoeBackend,
-        context: ContextMode,
-        later: Later,
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, ownership: Ownership, layer: int, groups: Groups, backend: MoeBackend, context: ContextMode, later: Later):
         super().__init__()
         model, share = ownership.model, ownership.share(layer)
         if not groups.owns_tokens:
-            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, backend.formats, later, device, dtype)
+            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, backend.formats, later)
             return
         if share.mtp:
-            self.mtp = Further(model, later, device, dtype)
-        self.attention_norm = Norm(model, device, dtype)
+            self.mtp = MTPModule(model, later)
+        self.attention_norm = Norm(model)
         attention = LatentAttention if share.attention.latent else HeadAttention
-        self.attention = attention(share.attention, model, groups, context, later, device, dtype)
-        self.ffn_norm = Norm(model, device, dtype)
+        self.attention = attention(share.attention, model, groups, context, later)
+        self.ffn_norm = Norm(model)
         if share.dense:
-            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, device, dtype)
+            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later)
         if share.moe:
             inner, network = share.moe.shared, WeighedFeedForward if share.moe.shared_gate else FeedForward
-            shared = network(inner, model.hidden, groups.tensor, later, device, dtype) if inner else None
+            shared = network(inner, model.hidden, groups.tensor, later) if inner else None
             if ownership.fold.disjoint:
-                self.moe = TokenHalf(ownership, layer, groups, backend.gate, shared, device, dtype)
+                self.moe = TokenHalf(ownership, groups, backend.gate, shared)
             else:
-                self.moe = MoELayer(ownership, layer, groups, backend, shared, later, device, dtype)
+                self.moe = MoELayer(ownership, layer, groups, backend, shared, later)
 
     def forward(
         self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None
@@ -83,9 +74,6 @@ class Block(nn.Module):
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
 
         Every schedule must give the same result.
-
-        Args:
-            memory: keys and values of earlier slices (`Attention.forward`).
         """
         x_BsH = self.attend(x_BsH, place, memory)
         if not self.is_moe:
@@ -108,18 +96,25 @@ class Block(nn.Module):
         return hasattr(self, "moe")
 
 
+@contextmanager
+def parameters_as(device: torch.device | str | None, dtype: torch.dtype) -> Iterator[None]:
+    """Make new parameters on a device and of a type, while the context is open. None is the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device or "cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Transformer(nn.Module):
     """This rank's stages of the model, and in them its share of the parameters.
 
     Args:
-        ownership: the model, the fold, and the pieces of every rank.
-        groups: the fold's communicators.
-        backend: kernels of the MoE layers.
         context: how keys and values travel under context parallelism.
         seed: seed of the initial weights. Seed and global name of a parameter determine its weights, so all folds start
             equal. None leaves the weights undefined, for a caller that fills all of them.
-        device: device of the parameters; None is the CPU.
-        dtype: type of the parameters.
     """
 
     def __init__(
@@ -133,7 +128,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        model, device, backend = ownership.model, torch.device(device or "cpu"), backend or MoeBackend()
+        model, backend = ownership.model, backend or MoeBackend()
         self.spec, self.ownership, self.groups = model, ownership, groups
         self.pieces, self.later = ownership.pieces(groups.rank), Later()
         if groups.owns_tokens:
@@ -142,21 +137,20 @@ class Transformer(nn.Module):
         else:
             self.layout, self.stages = Layout(1, 1, 0, 0), ownership.held_expert_stages(groups.rank)
         last = groups.owns_tokens and any(stage.last for stage in self.stages)
-        if "embedding.weight" in self.pieces:
-            self.embedding = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later, device, dtype)
-        if "positions.weight" in self.pieces:
-            shape = (model.max_positions, model.hidden)
-            self.positions = nn.Embedding(*shape, _weight=torch.empty(shape, device=device, dtype=dtype))
         layers = [layer for stage in self.stages for layer in stage.layers if groups.owns_tokens or model.is_moe(layer)]
         attentions = [model.block(layer).attention for layer in layers]
         self._windows = {attention.window: attention.sees for attention in attentions}
-        self.blocks = nn.ModuleDict(
-            {str(i): Block(ownership, i, groups, backend, context, self.later, device, dtype) for i in layers}
-        )
-        if last:
-            self.final_norm = Norm(model, device, dtype)
-        if "head.weight" in self.pieces:
-            self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later, device, dtype)
+        with parameters_as(device, dtype):
+            if "embedding.weight" in self.pieces:
+                self.embedding = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later)
+            if "positions.weight" in self.pieces:
+                shape = (model.max_positions, model.hidden)
+                self.positions = nn.Embedding(*shape, _weight=torch.empty(shape))
+            self.blocks = nn.ModuleDict({str(i): Block(ownership, i, groups, backend, context, self.later) for i in layers})
+            if last:
+                self.final_norm = Norm(model)
+            if "head.weight" in self.pieces:
+                self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
         self._rotations: dict[tuple[int, torch.device], defaultdict[range, dict]] = {}  # by length and device, then by slice
         self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
@@ -232,22 +226,16 @@ class Transformer(nn.Module):
         Of the ranks that read the same sequences, only the first has these numbers, so that a sum over ranks counts them
         once.
         """
-        nothing = self.no_losses()
-        if not self.groups.owns_tokens:
-            return nothing
-        place = self.groups.coordinate["attention"]
-        if place["tp"] or place["cp"] or place["pp"]:
-            return nothing
-        more = [batch.counted(depth) for depth in range(1, self.spec.mtp_depth + 1)]
-        found = nothing._replace(tokens=batch.counted(), sequences=nothing.sequences + len(batch.target_BL))
-        return found._replace(further_tokens_D=torch.stack(more)) if more else found
+        losses = self.no_losses()
+        place = self.groups.coordinate.get("attention")
+        if place is None or place["tp"] or place["cp"] or place["pp"]:
+            return losses
+        further = [batch.counted(depth) for depth in range(1, self.spec.mtp_depth + 1)]
+        losses = losses._replace(tokens=batch.counted(), sequences=losses.sequences + len(batch.target_BL))
+        return losses._replace(further_tokens_D=torch.stack(further)) if further else losses
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
-        """Move the routers' selection biases (`Router.update_bias`).
-
-        Args:
-            count_ME: number of assignments per MoE block and expert, over a whole optimizer step and all ranks.
-        """
+        """Move the routers' selection biases, by the assignments of an optimizer step on all ranks (`Router.update_bias`)."""
         for layer, router in self.routers():
             router.update_bias(count_ME[self.spec.moe_layers.index(layer)])
 
@@ -295,12 +283,7 @@ class Transformer(nn.Module):
         return [replace(self.place(batch, part), rotations=rotations[part]) for part in slices]
 
     def place(self, batch: Batch, part: range) -> Place:
-        """Return this rank's positions of one slice of the sequences, and the keys that they see.
-
-        Args:
-            batch: the whole sequences.
-            part: positions of the slice.
-        """
+        """Return this rank's positions of one slice of the whole sequences, and the keys that they see."""
         length, layout, device = batch.token_BL.shape[1], self.layout, batch.token_BL.device
         position_S = torch.cat([torch.arange(c.start, c.stop, device=device) for c in layout.chunks(part)])
         shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
@@ -319,8 +302,7 @@ class Transformer(nn.Module):
         return x_BsH
 
     def enter(self, x_BsH: torch.Tensor, layer: int, batch: Batch, place: Place) -> torch.Tensor:
-        """Return the input of a block's attention from the output of the block before: [B, s, H]. Only multi-token prediction
-        changes it."""
+        """Return the input of a block from the output of the block before: [B, s, H]. Only multi-token prediction changes it."""
         block, depth = self.block(layer), layer - self.spec.layers + 1
         if not hasattr(block, "mtp"):
             return x_BsH
@@ -334,11 +316,8 @@ class Transformer(nn.Module):
     def head_loss(self, x_BsH: torch.Tensor, batch: Batch, tokens: range, depth: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the language loss of some tokens, summed: a scalar to differentiate, and one to report, in float64.
 
-        Args:
-            x_BsH: output of the last block for these tokens, or of a block of multi-token prediction.
-            batch: the whole sequences.
-            tokens: indices of these tokens in this rank's piece.
-            depth: number of tokens after the next one that is predicted.
+        `x_BsH` is the output of the last block for these tokens, or of a block of multi-token prediction. The tokens are
+        indices in this rank's piece.
         """
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
         position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
@@ -348,11 +327,10 @@ class Transformer(nn.Module):
         return language, language.detach().double() * (self.layout.tp_rank == 0)
 
     def _norm(self, depth: int) -> Norm:
-        """Return the norm in front of the head that predicts `depth` tokens after the next one."""
         return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm
 
     def with_loss(self, losses: Losses, depth: int, reported: torch.Tensor) -> Losses:
-        """Return these losses with more language loss of a depth."""
+        """Return these losses with a language loss added at a depth."""
         if depth == 0:
             return losses.plus(language=reported)
         further_D = losses.further_D.clone()
@@ -364,8 +342,8 @@ class Transformer(nn.Module):
         blocks, (balance_loss, z) = self.spec.moe_layers, (value.detach().double() for value in balance.losses())
         count_ME = losses.count_ME.clone()
         count_ME[blocks.index(layer)] += balance.tally.count_BE.sum(0)
-        found = losses.plus(balance=balance_loss / len(blocks), z=z / len(blocks), dropped=balance.tally.dropped)
-        return found._replace(count_ME=count_ME)
+        losses = losses.plus(balance=balance_loss / len(blocks), z=z / len(blocks), dropped=balance.tally.dropped)
+        return losses._replace(count_ME=count_ME)
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """Return this rank's parameters that get a gradient from the backward of ops of this kind and block."""
@@ -405,7 +383,6 @@ class Transformer(nn.Module):
 
 
 def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:
-    """Return the initial value of the whole parameter, float32 on the CPU."""
     if std is None or std == 0:
         return torch.full(shape, 1.0 if std is None else 0.0)
     # Every name has its own generator, so the weights depend neither on the rank that draws them nor on the order.

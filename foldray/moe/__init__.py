@@ -1,17 +1,7 @@
 """Mixture of Experts: the router, the two sides of a layer, and the exchange between them."""
 
 from foldray.moe.balance import Balance, Tally
-from foldray.moe.contracts import (
-    Exchange,
-    Layer,
-    Received,
-    RowCounts,
-    Rows,
-    Sent,
-    combine,
-    dispatch,
-    run_layer,
-)
+from foldray.moe.contracts import Exchange, Layer, Received, RowCounts, Rows, Sent, combine, dispatch, run_layer
 from foldray.moe.exchange import AllToAll
 from foldray.moe.experts import Experts
 from foldray.moe.layer import MoeBackend, MoELayer

@@ -10,7 +10,6 @@ Legend: T tokens, H hidden, K experts per token, N rows, R ranks of experts that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch import nn
 from foldray.blueprint import Ownership
 from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatter_rows
 from foldray.fold.routes import Routes
+from foldray.kernels.experts import Kind
 from foldray.kernels.later import Later
 from foldray.moe import once
 from foldray.moe.contracts import Rows
@@ -27,13 +27,7 @@ from foldray.moe.wire import Format, Wire, write
 
 
 class TokenExchange:
-    """The exchange of a rank that owns tokens, with the experts of one position.
-
-    Args:
-        groups: the fold's communicators.
-        position: the position of the experts.
-        wire: how rows are written; None leaves them as they are.
-    """
+    """The exchange of a rank that owns tokens, with the experts of one position."""
 
     def __init__(self, groups: Groups, position: int, wire: Wire | None = None):
         fold = groups.fold
@@ -52,24 +46,15 @@ class TokenExchange:
     def start_back(self, like: Rows, counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive results, or the gradients of rows, as soon as the numbers of rows are known.
 
-        Args:
-            like: tensors without rows, of the types and widths of what comes.
-            counts: returns the number of rows from each receiver; it may wait.
-            ready: whether to start at once: `counts` would not wait, or the rows go to a GPU. There, a receive that another
-                thread starts would come out of order, and communicators that share a device need one order on all ranks.
+        `like` are tensors without rows, of the types and widths of what comes. `ready` starts at once: `counts` would not wait,
+        or the rows go to a GPU. There, a receive that another thread starts would come out of order, and communicators that
+        share a device need one order on all ranks.
         """
-
         return _receive(self._line, self._down, self._receivers, like, counts, self._back, ready)
 
 
 class ExpertExchange:
-    """The exchange of a rank that owns experts, with the attention before them and the attention after them.
-
-    Args:
-        groups: the fold's communicators.
-        before, after: positions of the attention that sends rows, and of the one that gets the results.
-        wire: how rows are written; None leaves them as they are.
-    """
+    """The exchange of a rank that owns experts, with the attention before them, which sends rows, and the one after them."""
 
     def __init__(self, groups: Groups, before: int, after: int, wire: Wire | None = None):
         fold, routes = groups.fold, Routes(groups.fold)
@@ -108,7 +93,6 @@ class ExpertExchange:
 def _send(
     communicator: Communicator, members: Sequence[int], tensors: Rows, counts: Sequence[int], form: Format | None
 ) -> Pending:
-    """Start to send rows in a format of the wire, and what is beside them."""
     travels, _ = write(tensors, form)
     return communicator.send_rows(travels, dict(zip(members, counts, strict=True)))
 
@@ -122,12 +106,10 @@ def _receive(
     form: Format | None,
     ready: bool,
 ) -> Pending:
-    """Start to receive rows from members, in the line, as soon as their numbers are known (`TokenExchange.start_back`)."""
-
     def begin() -> Pending:
         known = counts()
         empty, read = write(like, form)  # as the sender writes them
-        into = [each.new_empty((sum(known), *each.shape[1:])) for each in empty]
+        into = [tensor.new_empty((sum(known), *tensor.shape[1:])) for tensor in empty]
         return communicator.receive_rows(into, dict(zip(members, known, strict=True))).then(read)
 
     return line.start(begin, ready)
@@ -136,20 +118,11 @@ def _receive(
 class TokenHalf(nn.Module):
     """The half of a MoE layer on a rank that owns tokens: router, shared expert, and the sums of results."""
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        layer: int,
-        groups: Groups,
-        gate: Gate | None = None,
-        shared: nn.Module | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, ownership: Ownership, groups: Groups, gate: Gate | None = None, shared: nn.Module | None = None):
         super().__init__()
         model = ownership.model
         self.all_experts, self.ranks, self.topk, self.hidden = model.experts, ownership.fold.ep, model.topk, model.hidden
-        self.router = Router(model, groups, gate, device, dtype)
+        self.router = Router(model, groups, gate)
         self.shared = shared
 
     def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
@@ -162,23 +135,13 @@ class TokenHalf(nn.Module):
 class ExpertHalf(nn.Module):
     """The half of a MoE layer on a rank that owns experts."""
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        layer: int,
-        groups: Groups,
-        kind: Literal["grouped", "loop"] = "grouped",
-        wire: Wire | None = None,
-        later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, ownership: Ownership, layer: int, groups: Groups, kind: Kind, wire: Wire | None, later: Later):
         super().__init__()
         moe, hidden = ownership.share(layer).moe, ownership.model.hidden
         assert moe, f"block {layer} is dense"
         self.hidden, self.topk, self.slices = hidden, ownership.model.topk, groups.expert_slices
         ids = ownership.experts(groups.rank)
-        self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later, device, dtype)
+        self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later)
         self.exchange = ExpertExchange(groups, *ownership.attention_around(layer), wire)
 
     def run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:
@@ -190,5 +153,5 @@ class ExpertHalf(nn.Module):
             return self.experts.weighted_sum(rows_NH, weight_NK, expert_NK)
         count = torch.full((1,), len(rows_NH), device=rows_NH.device)
         rows = self.slices.all_gather(count).tolist()
-        rows_NH, weight_NK, expert_NK = (gather_rows(each, self.slices, rows) for each in (rows_NH, weight_NK, expert_NK))
+        rows_NH, weight_NK, expert_NK = (gather_rows(x, self.slices, rows) for x in (rows_NH, weight_NK, expert_NK))
         return scatter_rows(self.experts.weighted_sum(rows_NH, weight_NK, expert_NK), self.slices, rows)

@@ -48,13 +48,9 @@ class Tally:
         return replace(self, score_BE=self.score_BE.detach(), z=self.z.detach())
 
     def balance(self, sequences: Sequences, tokens: int) -> Balance:
-        """Return the balance of the whole sequences, once this tally has all pieces.
+        """Return the balance of the whole sequences, once this tally has all pieces: `tokens` of each sequence on this rank.
 
         All ranks that hold a piece of the sequences must call this.
-
-        Args:
-            sequences: the ranks that share the sequences.
-            tokens: number of tokens of each sequence that this rank holds, in all pieces.
         """
         count_BE = sequences.sum(self.count_BE).to(self.score_BE.dtype)
         return Balance(self, count_BE / count_BE.sum(-1, keepdim=True), tokens * sequences.ranks)
@@ -62,12 +58,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a layer uses its experts.
-
-    Args:
-        tally: sums over this rank's pieces.
-        share_BE: each expert's share of the assignments of a whole sequence; the shares of a sequence sum to 1.
-        length: tokens of a whole sequence.
+    """How evenly a layer uses its experts: each expert's share of the assignments of a whole sequence of `length` tokens (the
+    shares of a sequence sum to 1), and the sums over this rank's pieces.
     """
 
     tally: Tally

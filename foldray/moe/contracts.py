@@ -63,8 +63,8 @@ class Sent:
     @property
     def counts(self) -> torch.Tensor:
         """The numbers that the receivers need: rows_E, then rows_R and rows_N if there are any."""
-        more = [each for each in (self.rows_R, self.rows_N) if each is not None]
-        return torch.cat([self.rows_E, *more]) if more else self.rows_E
+        travelling = [rows for rows in (self.rows_R, self.rows_N) if rows is not None]
+        return torch.cat([self.rows_E, *travelling]) if travelling else self.rows_E
 
 
 class RowCounts(NamedTuple):
@@ -88,19 +88,12 @@ class RowCounts(NamedTuple):
 class Received:
     """The row counts of a dispatch, on the host. They may still be on their way; the first reader waits for them.
 
-    Args:
-        coming: brings one tensor, the counts in any order.
-        arrange: puts the counts in order.
-        index: the receiver's index among the ETP ranks.
-        stream: on a GPU, the stream on which the counts go on to the host, beside what is computed; else None.
+    One tensor brings the counts in any order, and `arrange` puts them in order. On a GPU, they go on to the host on a stream of
+    their own, beside what is computed. The index is the receiver's among the ETP ranks.
     """
 
     def __init__(
-        self,
-        coming: Pending,
-        arrange: Callable[[list[int]], RowCounts],
-        index: int = 0,
-        stream: torch.cuda.Stream | None = None,
+        self, coming: Pending, arrange: Callable[[list[int]], RowCounts], index: int = 0, stream: torch.cuda.Stream | None = None
     ):
         self.coming, self._arrange, self.index = coming, arrange, index
         self._reading: Callable[[], list[int]] | None = None
@@ -140,7 +133,6 @@ class Received:
 
     @property
     def leaving_by_rank(self) -> list[int]:
-        """Number of rows that this rank sends to each EP rank."""
         return self.counts.leaving_R
 
     @cached_property
@@ -190,11 +182,7 @@ class Exchange(Protocol):
         """Send rows to the owners of their experts, as soon as the counts have arrived. Rows behind the last one stay here."""
 
     def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
-        """Start to send rows to the owners of their tokens.
-
-        Args:
-            room: number of rows of the tensors that come back; those behind the last row are zero. None has room for no more.
-        """
+        """Start to send rows to the owners of their tokens. What comes back has `room` for rows (`start_all_to_all`)."""
 
 
 class Layer(Protocol):

@@ -17,17 +17,12 @@ class AllToAll:
     """Rows travel in all-to-all-vs over EP, or between nodes. Row counts travel in an all-gather over ETP×EP, on another
     communicator. A dispatch whose counts are still on their way waits in the line of the tokens' communicator, while the caller
     goes on.
-
-    Args:
-        groups: the communicators.
-        wire: how rows are written; None leaves them as they are.
     """
 
     def __init__(self, groups: Groups, wire: Wire | None = None):
         self.tokens, self.counts = groups.tokens, groups.counts
-        travels = wire if self.tokens.size > 1 else None
-        self._out = travels.out if travels else None
-        self._back = travels.back if travels else None
+        wire = wire if self.tokens.size > 1 else None
+        self._out, self._back = wire.out if wire else None, wire.back if wire else None
         self._slices, self._line = groups.expert_slices, groups.tokens_line
         self._stream: torch.cuda.Stream | None = None
         self._fold, grid = groups.fold, groups.fold.moe
@@ -51,42 +46,40 @@ class AllToAll:
         return Received.of(self._arrange(len(sent.known_E), sent.known_E * self.counts.size), self._slices.index)
 
     def _arrange(self, experts: int, numbers: list[int]) -> RowCounts:
-        """Put the counts of all members in order: for each member `Sent.counts`."""
-        told, ranks, inside = _Told(numbers, self._member, experts, self._fold.ep), self._fold.ep, self._fold.ep_inside
-        slices, own, here = range(self._slices.size), self._slices.index, self._here
+        ranks, inside, slices = self._fold.ep, self._fold.ep_inside, range(self._slices.size)
+        counts, mine, here = _ExchangedCounts(numbers, self._member, experts, ranks), self._slices.index, self._here
         if inside == 1:
             return RowCounts(
-                [[told.of_experts(x, rank, here) for rank in range(ranks)] for x in slices],
-                [told.to_rank(own, here, to) for to in range(ranks)],
-                [[told.to_rank(x, rank, here) for rank in range(ranks)] for x in slices],
+                [[counts.of_experts(x, rank, here) for rank in range(ranks)] for x in slices],
+                [counts.to_rank(mine, here, to) for to in range(ranks)],
+                [[counts.to_rank(x, rank, here) for rank in range(ranks)] for x in slices],
             )
         node, place = divmod(here, inside)
         # A rank passes on the rows of all ranks with its place on their nodes.
-        passed = [range(each, ranks, inside) for each in range(inside)]
+        passed = [range(first, ranks, inside) for first in range(inside)]
         within = RowCounts(
-            [[_sum_all(told.of_experts(x, rank, here) for rank in of) for of in passed] for x in slices],
-            [sum(told.to_rank(own, rank, node * inside + to) for rank in passed[place]) for to in range(inside)],
-            [[sum(told.to_rank(x, rank, here) for rank in of) for of in passed] for x in slices],
+            [[_sum_all(counts.of_experts(x, rank, here) for rank in of) for of in passed] for x in slices],
+            [sum(counts.to_rank(mine, rank, node * inside + to) for rank in passed[place]) for to in range(inside)],
+            [[sum(counts.to_rank(x, rank, here) for rank in of) for of in passed] for x in slices],
         )
-        leaving = [told.to_node(own, here, to) for to in range(self._fold.ep_across)]
-        arriving = [[told.to_node(x, rank, node) for rank in passed[place]] for x in slices]
+        leaving = [counts.to_node(mine, here, to) for to in range(self._fold.ep_across)]
+        arriving = [[counts.to_node(x, rank, node) for rank in passed[place]] for x in slices]
         return RowCounts(within.rows_XRE, leaving, arriving, within)
 
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
-        def send(each: torch.Tensor) -> Pending:
+        def send(x: torch.Tensor) -> Pending:
             leaving = received.leaving_by_rank
-            return self.tokens.start_all_to_all(each[: sum(leaving)], received.rows_by_rank, leaving)
+            return self.tokens.start_all_to_all(x[: sum(leaving)], received.rows_by_rank, leaving)
 
         return self._start(rows, self._out, send, received.are_here)
 
     def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
-        def send(each: torch.Tensor) -> Pending:
-            return self.tokens.start_all_to_all(each, received.leaving_by_rank, received.rows_by_rank, room)
+        def send(x: torch.Tensor) -> Pending:
+            return self.tokens.start_all_to_all(x, received.leaving_by_rank, received.rows_by_rank, room)
 
         return self._start(rows, self._back, send, ready=True)
 
     def _start(self, rows: Rows, form: Format | None, send: Callable[[torch.Tensor], Pending], ready: bool) -> Pending:
-        """Start to send rows in a format of the wire, and what is beside them."""
         travels, read = write(rows, form)
 
         def begin() -> Pending:
@@ -95,14 +88,9 @@ class AllToAll:
         return self._line.start(begin, ready, device=travels[0].device)
 
 
-class _Told(NamedTuple):
-    """What the members of a group have told of their rows.
-
-    Args:
-        numbers: for each member `Sent.counts`.
-        member: place of a rank in its ETP group, and in its EP group → its number.
-        experts: number of all experts.
-        ranks: number of EP ranks.
+class _ExchangedCounts(NamedTuple):
+    """What all members of a group have sent of their rows: `Sent.counts`, one after another. A member's number is that of its
+    places in its ETP group and in its EP group.
     """
 
     numbers: list[int]
@@ -117,7 +105,7 @@ class _Told(NamedTuple):
 
     def to_rank(self, x: int, rank: int, to: int) -> int:
         """Return the number of rows that a rank sends to an EP rank, or that others pass on to it."""
-        if self._each == self.experts:
+        if self._length == self.experts:
             return sum(self.of_experts(x, rank, to))
         return self.numbers[self._first(x, rank) + self.experts + to]
 
@@ -126,12 +114,12 @@ class _Told(NamedTuple):
         return self.numbers[self._first(x, rank) + self.experts + self.ranks + node]
 
     @property
-    def _each(self) -> int:
+    def _length(self) -> int:
         return len(self.numbers) // len(self.member)
 
     def _first(self, x: int, rank: int) -> int:
-        return self.member[x, rank] * self._each
+        return self.member[x, rank] * self._length
 
 
 def _sum_all(rows: Iterable[Sequence[int]]) -> list[int]:
-    return [sum(each) for each in zip(*rows, strict=True)]
+    return [sum(counts) for counts in zip(*rows, strict=True)]

@@ -7,7 +7,6 @@ rank's share of an expert, W width of its first product (2F with a gate).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch import nn
 from foldray.blueprint import FeedForwardSpec
 from foldray.blueprint.parts import Parts, columns, ffn_columns
 from foldray.comm import Communicator, gather_rows, scatter_rows
-from foldray.kernels.experts import Biases, expert_ffn
+from foldray.kernels.experts import Biases, Kind, expert_ffn
 from foldray.kernels.later import Later
 from foldray.kernels.permutation import combine, permute, sort_by_expert
 from foldray.moe.contracts import Received, Rows
@@ -25,15 +24,7 @@ class Experts(nn.Module):
     """This rank's shares of its experts, stacked: `up` [E_local, H, W] and `down` [E_local, F, H].
 
     ETP cuts the inner width of every expert. `up_bias` [E_local · W] and `down_bias` [E_local · H] are None without
-    biases. They are vectors, which do not decay.
-
-    Args:
-        ids: global ids of the experts.
-        share: sizes of this rank's share of an expert.
-        hidden: H.
-        slices: communicator of the ETP ranks.
-        kind: how `expert_ffn` computes.
-        later: where gradients of weights may be left for later.
+    biases. They are vectors, which do not decay. The ids of experts are global.
     """
 
     def __init__(
@@ -42,15 +33,13 @@ class Experts(nn.Module):
         share: FeedForwardSpec,
         hidden: int,
         slices: Communicator,
-        kind: Literal["grouped", "loop"] = "grouped",
+        kind: Kind = "grouped",
         later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.ids, self.share, self.slices, self.kind, self.later = ids, share, slices, kind, later or Later()
-        self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden, device=device, dtype=dtype))
+        self.up = nn.Parameter(torch.empty(len(ids), hidden, share.width))
+        self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden))
         self.up_bias = nn.Parameter(self.up.new_empty(len(ids) * share.width)) if share.bias else None
         self.down_bias = nn.Parameter(self.up.new_empty(len(ids) * hidden)) if share.bias else None
 
@@ -59,7 +48,7 @@ class Experts(nn.Module):
 
         Rows are gathered over ETP, and results are summed over ETP.
         """
-        rows_NH, *beside = (gather_rows(each, self.slices, received.rows_by_slice) for each in rows)
+        rows_NH, *beside = (gather_rows(x, self.slices, received.rows_by_slice) for x in rows)
         if beside:
             weight_NK, expert_NK = beside
             y_NH = self.weighted_sum(rows_NH, weight_NK, expert_NK, received.rows_by_expert)
@@ -73,9 +62,7 @@ class Experts(nn.Module):
         """Return the weighted sum of each row's experts on this rank: [N, H] → [N, H].
 
         Args:
-            rows_NH: the rows, in any order.
-            weight_NK: the weights of their experts.
-            expert_NK: the numbers of their experts on this rank; −1 for experts of other ranks.
+            expert_NK: the numbers of the experts on this rank; −1 for experts of other ranks.
             counts: number of rows of each local expert, if the host knows it; with None, it waits for the device.
         """
         kept = None if counts is None else sum(counts)
@@ -93,13 +80,13 @@ class Experts(nn.Module):
 
     def parts(self) -> Parts:
         names, inner, hidden = self.share.activation.inwards, self.share.inner, self.down.shape[-1]
-        found: Parts = {"up": [], "down": [], "down_bias": []}
+        parts: Parts = {"up": [], "down": [], "down_bias": []}
         for i, expert in enumerate(self.ids):
-            found["up"] += [(f"{expert}.{part}", index) for part, index in ffn_columns(names, inner, (i, slice(None)))]
-            found["down"].append((f"{expert}.down", (i,)))
-            found["down_bias"].append((f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),)))
+            parts["up"] += [(f"{expert}.{part}", index) for part, index in ffn_columns(names, inner, (i, slice(None)))]
+            parts["down"].append((f"{expert}.down", (i,)))
+            parts["down_bias"].append((f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),)))
         biases = [f"{expert}.{part}_bias" for expert in self.ids for part in names]
-        return found | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
+        return parts | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
 
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:

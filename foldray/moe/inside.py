@@ -25,12 +25,7 @@ from foldray.moe.wire import write
 
 
 class InsideNode(NamedTuple):
-    """The ranks of an expert-parallel group that share a node.
-
-    Args:
-        ranks: their communicator.
-        experts: number of their experts. Each rank has a run of them.
-    """
+    """The ranks of an expert-parallel group that share a node. Each has a run of their experts."""
 
     ranks: Communicator
     experts: int
@@ -38,13 +33,8 @@ class InsideNode(NamedTuple):
     def run(self, compute: Callable[[Rows, Received], torch.Tensor], rows: Rows, received: Received) -> torch.Tensor:
         """Pass rows on to the ranks of their experts, compute them there, and sum what comes back: [N, H] → [N, H].
 
-        All ranks of the node must call this. They wait for each other.
-
-        Args:
-            compute: the experts of this rank, [M, H] → [M, H].
-            rows: the rows that have arrived, their weights [N, K], and the numbers of their experts on this node, −1 for experts
-                of other nodes [N, K].
-            received: the counts of the dispatch.
+        All ranks of the node must call this. They wait for each other. Beside the rows are their weights [N, K], and the
+        numbers of their experts on this node, −1 for experts of other nodes [N, K].
         """
         rows_NH, weight_NK, expert_NK = rows
         inside = received.inside
@@ -61,4 +51,4 @@ class InsideNode(NamedTuple):
 
     def _exchange(self, rows: Sequence[torch.Tensor], arriving: list[int], leaving: list[int]) -> Rows:
         travels, read = write(rows, None)
-        return Pending.of(self.ranks.start_all_to_all(each, arriving, leaving) for each in travels).then(read).wait()
+        return Pending.of(self.ranks.start_all_to_all(x, arriving, leaving) for x in travels).then(read).wait()

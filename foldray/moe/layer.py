@@ -29,7 +29,6 @@ class MoeBackend:
     Args:
         gate: chooses experts from logits; None is `TopKGate`.
         permutation: copies tokens to rows for each assignment, and sums rows; None is `TorchPermutation`.
-        experts: how `expert_ffn` computes the experts.
         dispatch: whether a token travels for each assignment, or once to each rank. With `Fold.ep_inside`, it travels once to
             each node, and from there once to each rank.
         wire: how rows are written for the wire (`wire.WIRES`); None leaves them as they are.
@@ -58,15 +57,13 @@ class MoELayer(nn.Module):
         backend: MoeBackend,
         shared: nn.Module | None = None,
         later: Later | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         model, moe = ownership.model, ownership.share(layer).moe
         assert moe, f"block {layer} is dense"
         ids = ownership.experts(groups.rank)
-        self.router = Router(model, groups, backend.gate, device, dtype)
-        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later, device, dtype)
+        self.router = Router(model, groups, backend.gate)
+        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later)
         self.shared = shared
         self.exchange = AllToAll(groups, backend.formats)
         self.permutation = backend.permutation or TorchPermutation()

@@ -20,13 +20,7 @@ from foldray.moe.router import Routing
 
 
 class Chosen(NamedTuple):
-    """The experts of tokens.
-
-    Args:
-        expert_TK: their numbers.
-        weight_TK: their weights.
-        keep_TK: which of them count, bool; None if all do.
-    """
+    """The numbers and weights of tokens' experts, and which of them count (bool; None if all do)."""
 
     expert_TK: torch.Tensor
     weight_TK: torch.Tensor
@@ -46,11 +40,8 @@ class OncePerRank(NamedTuple):
     """How ordinary expert parallelism sends a token once to every rank, or to every node. The host does not wait for the device.
 
     So it does not know how many rows there are before it reads their counts, and the tensors that leave have room for T · D
-    rows. `Sent.memory` is the token of each row and the rows of each token (`Encoded`).
-
-    Args:
-        ranks: number of EP ranks. Each has a run of the experts.
-        inside: how many of them share a node, to which a token travels once. With 1, it travels once to every rank.
+    rows. `Sent.memory` is the token of each row and the rows of each token (`Encoded`). Each of the EP ranks has a run of the
+    experts, and `inside` of them share a node. With more than 1, a token travels once to a node, and not to a rank.
     """
 
     ranks: int
@@ -60,18 +51,15 @@ class OncePerRank(NamedTuple):
         """Return rows [T · D, H], their weights, and the numbers of their experts; and the state that `decode` needs."""
         experts, chosen, places = routing.tally.count_BE.shape[1], Chosen.of(routing), self.ranks // self.inside
         room = len(x_TH) * min(routing.expert_TK.shape[1], places)
-        found = encode(x_TH, chosen, experts, places, room)
-        chosen_TK = routing.expert_TK
-        if routing.keep_TK is not None:
-            chosen_TK = chosen_TK.masked_fill(~routing.keep_TK, experts)
-        chosen_M = chosen_TK.flatten()
+        encoded = encode(x_TH, chosen, experts, places, room)
+        chosen_M = chosen.owners(experts, experts).flatten()
         rows_E = chosen_M.new_zeros(experts + 1).scatter_add_(0, chosen_M, torch.ones_like(chosen_M))[:experts]
-        memory, rows_P = (found.token_N, found.position_TD), found.goes_TR.sum(0)
+        memory, rows_P = (encoded.token_N, encoded.position_TD), encoded.goes_TR.sum(0)
         rows_R, rows_N = rows_P, None
         if self.inside > 1:
             rows_R, rows_N = _goes(chosen.owners(experts, self.ranks), self.ranks).sum(0), rows_P
         sent = Sent(rows_E, memory, rows_R=rows_R, rows_N=rows_N, room=room)
-        return (found.rows_NH, found.weight_NK, found.expert_NK), sent
+        return (encoded.rows_NH, encoded.weight_NK, encoded.expert_NK), sent
 
     def decode(self, y_NH: torch.Tensor, sent: Sent) -> torch.Tensor:
         """Return the sum of each token's rows: [N, H] → [T, H]."""
@@ -82,13 +70,8 @@ class OncePerRank(NamedTuple):
 class Encoded(NamedTuple):
     """The rows of one rank's tokens, sorted by the rank that they go to. There may be more of them than pairs.
 
-    Args:
-        rows_NH: the tokens.
-        weight_NK: the weights of a token's experts; 0 for those of other ranks.
-        expert_NK: the numbers of the experts on the rank that the row goes to, int32; −1 for experts of other ranks.
-        token_N: the token of each row, int64.
-        position_TD: the rows of each token; −1 if it has fewer.
-        goes_TR: whether a token has a row for a rank, bool.
+    Beside the rows are the weights of a token's experts (0 for those of other ranks), and the numbers of the experts on the rank
+    that the row goes to (int32; −1 for experts of other ranks). The rows of a token are −1 if it has fewer than D.
     """
 
     rows_NH: torch.Tensor
@@ -103,12 +86,10 @@ def encode(x_TH: torch.Tensor, chosen: Chosen, experts: int, ranks: int, room: i
     """Copy tokens to rows.
 
     Args:
-        x_TH: the tokens.
-        chosen: their experts. Those that do not count make no rows.
+        chosen: the tokens' experts. Those that do not count make no rows.
         experts: number of all experts, a multiple of `ranks`. Each rank has a run of them.
-        ranks: R.
-        room: number of rows to make, at least as many as there are pairs of a token and a rank. Those behind the pairs hold any
-            token, no weight and no expert. With None, the host waits for the device, and makes as many rows as pairs.
+        room: number of rows to make, at least as many as there are pairs of a token and a rank. The rest is padding: any
+            token, no weight and no expert. With None, the host waits for the device, and makes no padding.
     """
     (tokens, topk), owner_TK = chosen.expert_TK.shape, chosen.owners(experts, ranks)
     goes_TR = _goes(owner_TK, ranks)
@@ -116,8 +97,8 @@ def encode(x_TH: torch.Tensor, chosen: Chosen, experts: int, ranks: int, room: i
     rows = int(goes_TR.sum()) if room is None else room
     # What belongs to no row goes to one more row, which is cut off.
     place_TR = torch.where(goes_TR, position_TR, rows)
-    each_T = torch.arange(tokens, device=owner_TK.device)
-    token_N = each_T.new_zeros(rows + 1).scatter_(0, place_TR.flatten(), each_T.repeat_interleave(ranks))[:rows]
+    token_T = torch.arange(tokens, device=owner_TK.device)
+    token_N = token_T.new_zeros(rows + 1).scatter_(0, place_TR.flatten(), token_T.repeat_interleave(ranks))[:rows]
     place_TK = torch.cat([place_TR, place_TR.new_full((tokens, 1), rows)], 1).gather(1, owner_TK)
     slot_M = (place_TK * topk + torch.arange(topk, device=place_TK.device)).flatten()
     weight_NK = chosen.weight_TK.new_zeros((rows + 1) * topk).scatter(0, slot_M, chosen.weight_TK.flatten())

@@ -17,11 +17,7 @@ _GOLDEN = 0.6180339887498949  # multiples of the golden ratio fill the unit inte
 
 
 class Pattern:
-    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share of the tokens, up to a token or so.
-
-    Args:
-        experts, topk, skew: as for `expert_shares`.
-    """
+    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share (`expert_shares`), up to a token or so."""
 
     def __init__(self, experts: int, topk: int, skew: float):
         self.topk = topk
@@ -33,18 +29,13 @@ class Pattern:
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def choose(self, position_s: torch.Tensor, sequences: int) -> torch.Tensor:
-        """Return the experts of all tokens of a piece, int64 [B·s, K], all different for a token.
-
-        Args:
-            position_s: positions of the piece in their sequences.
-            sequences: B, which all have these positions.
-        """
+        """Return the experts of all tokens of a piece, int64 [B·s, K], all different for a token. All sequences have the same
+        positions in the piece."""
         bound_E, order_E = self._on(position_s.device)
         point_sK = (position_s.double() * _GOLDEN % 1.0).unsqueeze(1) + torch.arange(self.topk, device=position_s.device)
         return order_E[torch.searchsorted(bound_E, point_sK, right=True)].repeat(sequences, 1)
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the upper bounds of the experts' intervals, and their numbers."""
         if device not in self._tables:
             bounds = to_device(self._bounds, device, torch.float64)
             self._tables[device] = bounds, to_device(self._order, device, torch.int64)

@@ -18,7 +18,7 @@ from torch import nn
 from foldray.blueprint import ModelSpec, RouterSpec
 from foldray.comm import Groups
 from foldray.kernels.capacity import capacity, keep_within
-from foldray.kernels.wide import wide_product
+from foldray.kernels.wide import at_least_float32, wide_product
 from foldray.moe.balance import Balance, Tally
 from foldray.moe.pattern import Pattern
 from foldray.moe.sequence import Sequences
@@ -47,10 +47,9 @@ class Routing:
 
 
 class TokenPiece(NamedTuple):
-    """The place of a piece in its micro-batch.
+    """The place of a piece in its micro-batch. It has T / B tokens of each sequence.
 
     Args:
-        sequences: B, the number of sequences; the piece has T / B tokens of each.
         length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
         before: sum of the tallies of earlier pieces; None for the first piece.
         position_s: positions of the piece in the sequences, for a pattern; None if it has whole sequences.
@@ -72,43 +71,32 @@ class Router(nn.Module):
         pattern: chooses the experts instead of the gate, for measurements; None for the gate.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        groups: Groups,
-        gate: Gate | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, model: ModelSpec, groups: Groups, gate: Gate | None = None):
         super().__init__()
         self.model, self.spec, self.sequences = model, model.router, Sequences(groups)
         self.gate: Gate = gate or TopKGate(model)
         skew = model.router.skew
         self.pattern = None if skew is None else Pattern(model.experts, model.topk, skew)
-        self.weight = nn.Parameter(torch.empty(model.hidden, model.experts, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(model.hidden, model.experts))
         self.logit_bias = nn.Parameter(self.weight.new_empty(model.experts)) if model.router.logit_bias else None
         self.bias: torch.Tensor
-        self.register_buffer("bias", torch.zeros(model.experts, device=device, dtype=_at_least_float32(dtype or torch.float32)))
+        self.register_buffer("bias", torch.zeros(model.experts, dtype=at_least_float32(self.weight)))
 
     def forward(self, x_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
 
         With `drop_scope: sequence`, all ranks that share the sequences must call this.
-
-        Args:
-            x_TH: the tokens of the piece.
-            piece: where they belong.
         """
         sequences, length, before, position_s = piece
         experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
-        own = x_TH.shape[0] // max(sequences, 1)
-        length = own if length is None else length
+        piece_length = x_TH.shape[0] // max(sequences, 1)
+        length = piece_length if length is None else length
         if self.pattern is None:
             expert_TK, weight_TK = self.gate(logits_TE, self.bias)
         else:
-            position_s = torch.arange(own, device=x_TH.device) if position_s is None else position_s
+            position_s = torch.arange(piece_length, device=x_TH.device) if position_s is None else position_s
             expert_TK = self.pattern.choose(position_s, sequences)
             weight_TK = weights(values(logits_TE, self.spec), expert_TK, self.spec)
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
@@ -134,11 +122,11 @@ class Router(nn.Module):
         factor, experts, drop = self.spec.capacity_factor, self.model.experts, self.spec.drop
         if factor is None:
             return None, None, None
-        own = expert_TK.shape[0] // max(sequences, 1)
+        piece_length = expert_TK.shape[0] // max(sequences, 1)
         shared = self.spec.drop_scope == "sequence" and self.sequences.ranks > 1
         ranks = self.sequences.ranks if shared else 1
         # "probability" chooses within a piece. "position" chooses within all pieces, and needs the counts of earlier pieces.
-        tokens = (own if drop == "probability" else length) * ranks
+        tokens = (piece_length if drop == "probability" else length) * ranks
         limit = capacity(tokens, expert_TK.shape[1], experts, factor)
         if shared:
             expert_BLK, score_BLK = (self.sequences.whole(_by_sequence(x, sequences)) for x in (expert_TK, score_TK))
@@ -148,15 +136,11 @@ class Router(nn.Module):
         keep_TK = keep_within(limit, expert_TK, score_TK, sequences, experts, drop, before_BE)
         if shared:
             keep_TK = self.sequences.own(keep_TK.view_as(expert_BLK)).flatten(0, 1)
-        return keep_TK, min(limit, own) * sequences, competed_BE
+        return keep_TK, min(limit, piece_length) * sequences, competed_BE
 
     @torch.no_grad()
     def update_bias(self, count_E: torch.Tensor) -> None:
-        """Move the bias by `bias_rate` towards an even use of the experts.
-
-        Args:
-            count_E: number of assignments to each expert, over all micro-batches of an optimizer step and all ranks.
-        """
+        """Move the bias by `bias_rate` towards an even use of the experts, by the assignments of a step on all ranks."""
         if self.spec.bias_rate:
             count_E = count_E.to(self.bias.dtype)
             self.bias += self.spec.bias_rate * torch.sign(count_E.mean() - count_E)
@@ -221,10 +205,5 @@ def _by_sequence(x_TX: torch.Tensor, sequences: int) -> torch.Tensor:
 
 
 def _count(expert_TK: torch.Tensor, sequences: int, experts: int) -> torch.Tensor:
-    """Count assignments per sequence and expert: int64 [B, E]."""
     chosen_BN = _by_sequence(expert_TK, sequences).flatten(1)
     return chosen_BN.new_zeros(sequences, experts).scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

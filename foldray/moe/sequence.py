@@ -5,25 +5,11 @@ Legend: B sequences, s positions of this rank's piece, L positions of the whole 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from foldray.blueprint import Layout
 from foldray.comm import Groups
 from foldray.kernels.transfer import to_device
-
-
-class _Positions(NamedTuple):
-    """The positions of whole sequences of one length.
-
-    Args:
-        own_s: positions that this rank holds.
-        order_L: for each position, its index among those of all ranks, one rank after another.
-    """
-
-    own_s: torch.Tensor
-    order_L: torch.Tensor
 
 
 class Sequences:
@@ -34,7 +20,7 @@ class Sequences:
         self.communicator, self.tp = groups.sequence, fold.tp
         places = (fold.attention.coordinate(rank) for rank in self.communicator.ranks)
         self._layouts = [Layout(fold.cp, fold.tp, place["cp"], place["tp"]) for place in places]
-        self._made: dict[tuple[int, torch.device], _Positions] = {}  # by length of the whole sequences
+        self._made: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # by length of whole sequences
 
     @property
     def ranks(self) -> int:
@@ -50,16 +36,17 @@ class Sequences:
             return x_BsK
         pieces_RBsK = self.communicator.all_gather(x_BsK).view(self.ranks, *x_BsK.shape)
         held_BLK = pieces_RBsK.movedim(0, 1).flatten(1, 2)
-        return held_BLK[:, self._positions(held_BLK).order_L]
+        _, order_L = self._positions(held_BLK)
+        return held_BLK[:, order_L]
 
     def own(self, x_BLK: torch.Tensor) -> torch.Tensor:
         """Return this rank's piece of whole sequences: [B, L, K] → [B, s, K]."""
-        return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK).own_s]
+        return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK)[0]]
 
-    def _positions(self, x_BLK: torch.Tensor) -> _Positions:
-        """Return the positions that the ranks hold. They are made once for each length."""
+    def _positions(self, x_BLK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions that this rank holds, and of each position the index among those of all ranks in turn."""
         length, device = x_BLK.shape[1], x_BLK.device
         if (length, device) not in self._made:
             held_RL = to_device([layout.piece(length) for layout in self._layouts], device, torch.int64)
-            self._made[length, device] = _Positions(held_RL[self.communicator.index], torch.argsort(held_RL.flatten()))
+            self._made[length, device] = held_RL[self.communicator.index], torch.argsort(held_RL.flatten())
         return self._made[length, device]

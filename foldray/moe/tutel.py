@@ -30,9 +30,6 @@ class TutelPermutation:
     """Every expert gets `Routing.capacity` rows, or as many as the busiest expert if that is None. Empty rows are zero.
 
     Tutel's kernels compute in float32. So bfloat16 tokens are copied exactly, and their sums are rounded once.
-
-    Raises:
-        MissingPackage: Tutel is not installed, or its compiled kernels are not.
     """
 
     def __init__(self) -> None:
@@ -62,9 +59,6 @@ def tutel_gate(model: ModelSpec) -> Gate | None:
 
     Tutel chooses by a score and uses the same score as the weight, so it knows no selection bias. For one expert per token
     it does not rescale the weight. It drops no token here: foldray's model decides which tokens are dropped.
-
-    Raises:
-        MissingPackage: Tutel is not installed, or its compiled kernels are not.
     """
     spec, rescaled = model.router, model.router.normalize or model.router.softmax == "after_topk"
     extract_critical = _import_tutel().extract_critical

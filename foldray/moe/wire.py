@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +30,6 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 Read = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-
-
-class Format(Protocol):
-    """A way to write rows."""
-
-    @property
-    def error(self) -> float:
-        """The largest error of a number as a share of it."""
-
-    @property
-    def floor(self) -> float:
-        """The largest error of a number near zero, as a share of the largest one with the same scale; 0 without scales."""
-
-    def write(self, x_NH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what travels: tensors with N rows."""
-
-    def read(self, written: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows in a type."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +72,14 @@ class Scaled:
         return groups_NGg.flatten(1)[:, : bytes_NH.shape[1]].to(dtype)
 
 
+Format = Narrow | Scaled
+"""A way to write rows: `write` makes tensors with N rows of them, and `read` the rows again.
+
+`error` is the largest error of a number as a share of it; `floor` that of a number near zero, as a share of the largest one with
+the same scale (0 without scales).
+"""
+
+
 @dataclass(frozen=True)
 class Wire:
     """The formats of rows to experts, and of rows back."""
@@ -110,22 +99,18 @@ def _grouped(x_NH: torch.Tensor) -> torch.Tensor:
 
 
 def write(rows: Sequence[torch.Tensor], form: Format | None) -> tuple[list[torch.Tensor], Read]:
-    """Write rows, and what is beside them.
+    """Write rows in a format (None leaves them as they are), and what is beside them.
 
     Each message takes time to start. So what is beside the rows travels side by side in one tensor, as bytes.
-
-    Args:
-        rows: the rows, and other tensors with as many rows.
-        form: the format of the rows; None leaves them as they are.
 
     Returns:
         What travels, and what makes tensors like `rows` of it where it has arrived. The latter keeps no tensor.
     """
     first, *scales = rows[:1] if form is None else form.write(rows[0])
     beside = [*scales, *rows[1:]]
-    columns = [(each.dtype, each.shape[1]) for each in beside] if len(beside) > 1 else []
+    columns = [(x.dtype, x.shape[1]) for x in beside] if len(beside) > 1 else []
     if columns:
-        beside = [torch.cat([each.contiguous().view(torch.uint8) for each in beside], 1)]
+        beside = [torch.cat([x.contiguous().view(torch.uint8) for x in beside], 1)]
     return [first, *beside], partial(_read, form=form, dtype=rows[0].dtype, scales=len(scales), columns=columns)
 
 

@@ -18,7 +18,6 @@ from foldray.urls import without_secrets
 MOST_WORKERS = 2**17  # the tables of a fold with many more ranks take minutes and gigabytes
 MOST_SEQUENCES = 2**20  # per step; the micro-batches of a step are ops of one list
 MOST_PIECES = 2**8  # per sequence
-MOST_LAYERS = 2**12
 MOST_BYTES = 2**40
 MOST_STEPS = 10**9
 MOST_TURNS = 10**6
@@ -39,6 +38,14 @@ def _check_own(value: str) -> None:
         raise UserError("", value, "must name an object in a module", [OWN])
 
 
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
+Degree = Annotated[int, Field(ge=1, le=MOST_PIECES)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+StepsOrZero = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Turns = Annotated[int, Field(ge=1, le=MOST_TURNS)]
+Length = Annotated[int, Field(ge=1, le=LONGEST)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Cost = Annotated[float, Field(ge=0, le=1e30)]
 Size = Annotated[int, Field(ge=1, le=MOST_BYTES)]

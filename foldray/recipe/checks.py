@@ -17,26 +17,18 @@ _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
 
 
 def check_all(recipe: Description) -> None:
-    """Check all rules between keys.
-
-    Raises:
-        UserError: the recipe breaks a rule.
-    """
-    checks = (
-        _check_size,
-        _check_placement,
-        _check_workers,
-        _check_fold,
-        _check_batch,
-        _check_schedule,
-        _check_data,
-        _check_backend,
-        _check_engine,
-        _check_space,
-        _check_export,
-    )
-    for check in checks:
-        check(recipe)
+    """Check all rules between keys."""
+    _check_size(recipe)
+    _check_placement(recipe)
+    _check_workers(recipe)
+    _check_fold(recipe)
+    _check_batch(recipe)
+    _check_schedule(recipe)
+    _check_data(recipe)
+    _check_backend(recipe)
+    _check_engine(recipe)
+    _check_space(recipe)
+    _check_export(recipe)
 
 
 def _check_size(recipe: Description) -> None:
@@ -104,8 +96,8 @@ def _check_fold(recipe: Description) -> None:
             near = nearest_folds(workers, wanted)
         else:
             wanted["expert_pp"] = placement.expert_pp or sizes.pp
-            found = nearest_disjoint(workers, placement.experts, wanted)
-            near = [{axis: size for axis, size in each.items() if axis != "expert_ranks"} for each in found]
+            folds = nearest_disjoint(workers, placement.experts, wanted)
+            near = [{axis: size for axis, size in fold.items() if axis != "expert_ranks"} for fold in folds]
         options = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
         rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
         raise UserError("fold", error.value, rule, error.legal) from None
@@ -127,11 +119,11 @@ def _check_schedule(recipe: Description) -> None:
             raise UserError(f"schedule.{key}", value, f"kind={schedule.kind} cuts nothing; choose a kind that overlaps", [1])
     if schedule.backward is not None and not overlap_kind(schedule.backward).cuts:
         raise UserError("schedule.backward", schedule.backward, "cuts nothing; choose a kind that overlaps", ["null"])
-    own, back = overlap_kind(schedule.kind), schedule.backward and overlap_kind(schedule.backward)
-    if back and any(row.weaves or row.found for row in (own, back)):
-        rule = f"{schedule.kind if own.weaves or own.found else back.name} orders both directions"
+    forward, back = overlap_kind(schedule.kind), schedule.backward and overlap_kind(schedule.backward)
+    if back and any(row.weaves or row.found for row in (forward, back)):
+        rule = f"{schedule.kind if forward.weaves or forward.found else back.name} orders both directions"
         raise UserError("schedule.backward", schedule.backward, rule, ["null"])
-    if schedule.ahead is not None and not own.found:
+    if schedule.ahead is not None and not forward.found:
         raise UserError("schedule.ahead", schedule.ahead, f"has no meaning with kind={schedule.kind}, only with list", ["null"])
     if schedule.alive is not None and schedule.kind != AF_PIPE.name:
         rule = f"has no meaning with kind={schedule.kind}, only with {AF_PIPE.name}"
@@ -149,9 +141,8 @@ def _check_schedule(recipe: Description) -> None:
     slicing = recipe.slicing
     if slicing is None:
         if schedule.slices is not None:
-            raise UserError(
-                "schedule.slices", list(schedule.slices), "has no meaning with degree=1, which cuts nothing", ["null"]
-            )
+            rule = "has no meaning with degree=1, which cuts nothing"
+            raise UserError("schedule.slices", list(schedule.slices), rule, ["null"])
         if schedule.backward is not None and schedule.batch_degree == 1:
             rule = "has no meaning with degree=1 and batch_degree=1, which cut nothing"
             raise UserError("schedule.backward", schedule.backward, rule, ["null"])
@@ -224,9 +215,8 @@ def _check_engine(recipe: Description) -> None:
     if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
         raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state for a bfloat16 model", [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "float64":
-        raise UserError(
-            "precision", "float64", "DeepSpeed keeps float32 master weights; use engine.kind=torch", ["float32", "bfloat16"]
-        )
+        rule = "DeepSpeed keeps float32 master weights; use engine.kind=torch"
+        raise UserError("precision", "float64", rule, ["float32", "bfloat16"])
     if engine.kind == "deepspeed" and optimizer.kind == "muon":
         rule = "sees flat parts of matrices, and optimizer.kind=muon needs whole ones"
         raise UserError("engine.kind", "deepspeed", rule, ["torch"])
@@ -284,7 +274,7 @@ def _check_export(recipe: Description) -> None:
         given |= {f"tokens.{key}": value for key, value in export.tokens.model_dump(mode="json").items()}
     for key, value in given.items():
         listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(each) is int and 0 <= each < vocab for each in listed):
+        if not all(type(token) is int and 0 <= token < vocab for token in listed):
             raise UserError(f"export.{key}", value, "is an id, or a list of ids, of tokens of the vocabulary", [f"0…{vocab - 1}"])
 
 
@@ -304,10 +294,6 @@ def slow_on_gpu(recipe: Description) -> str | None:
 
 
 def check_trains(recipe: Description) -> None:
-    """Check that a recipe is for training, and not for measurements alone.
-
-    Raises:
-        UserError: a pattern chooses the experts.
-    """
+    """Check that a recipe is for training, and not for measurements alone."""
     if (skew := recipe.model.router.skew) is not None:
         raise UserError("model.router.skew", skew, "is for measurements: a model cannot learn from a pattern", ["null"])

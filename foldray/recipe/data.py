@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from foldray.blueprint import Strict
 from foldray.errors import UserError
-from foldray.recipe.bounds import LONGEST, Name
+from foldray.recipe.bounds import Length, Name
 
 MOST_PARTS = 2**20
 """Largest sum of the weights of a mixture as whole numbers. Training keeps a table of this length."""
@@ -23,85 +23,72 @@ Invalid = Literal["refuse", "skip", "replace"]
 class ValidationSplit(Strict):
     """Which text is held back from training, to measure the model on text that it has not seen."""
 
-    fraction: float = Field(
-        0.05,
-        gt=0,
-        lt=1,
-        description="Share of the files that is held back. A hash of a file's name decides; at least one file is held back.",
-    )
-    path: str | None = Field(
-        None, description="File or glob of a validation set. Null holds back `fraction` of the training files instead."
-    )
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the files that is held back. A hash of a file's name decides; at least one file is
+    held back."""
+    path: str | None = None
+    """File or glob of a validation set. Null holds back `fraction` of the training files
+    instead."""
 
 
 class SourceSpec(Strict):
     """One source of a mixture, by its name. Keys that are null are those of `data`."""
 
-    weight: float = Field(
-        1.0, gt=0, le=1e12, description="Share of the sequences that come from this source, over the sum of all weights."
-    )
-    source: Kind | None = Field(None, description="Kind of text, as `data.source`.")
-    path: str | None = Field(None, description="File or glob to read, as `data.path`.")
-    text_field: str | None = Field(None, description="Key or column of the text, as `data.text_field`.")
-    messages_field: str | None = Field(None, description="Key or column of the messages, as `data.messages_field`.")
-    train_on: Counted | None = Field(None, description="Tokens of a conversation that count, as `data.train_on`.")
+    weight: Annotated[float, Field(gt=0, le=1000000000000.0)] = 1.0
+    """Share of the sequences that come from this source, over the sum of all weights."""
+    source: Kind | None = None
+    """Kind of text, as `data.source`."""
+    path: str | None = None
+    """File or glob to read, as `data.path`."""
+    text_field: str | None = None
+    """Key or column of the text, as `data.text_field`."""
+    messages_field: str | None = None
+    """Key or column of the messages, as `data.messages_field`."""
+    train_on: Counted | None = None
+    """Tokens of a conversation that count, as `data.train_on`."""
     validation: ValidationSplit | None = None
 
 
 class DataSpec(Strict):
     """The text to train on, and how it is cut into sequences."""
 
-    source: Kind = Field(
-        "stdlib",
-        description="Kind of text. `stdlib` is the source code of Python's standard library and needs no files; the other kinds "
-        "read `path`. `conversations` are lists of messages in files of JSON lines, or of Parquet if their names end in "
-        "`.parquet`; the chat template of `tokenizer` makes text of them.",
-    )
-    path: str | None = Field(
-        None,
-        description="File or glob to read, on a disk that every node sees, or in a store (`s3://`, `gs://`, `https://`). Names "
-        "that end in `.gz`, `.zst`, `.xz` or `.bz2` are decompressed. Null is for `source: stdlib` and for `sources`.",
-    )
-    text_field: str = Field("text", description="Key (jsonl) or column (parquet) that holds the text of a document.")
-    messages_field: str = Field(
-        "messages", description="Key or column that holds the messages of a conversation, each with `role` and `content`."
-    )
-    train_on: Counted = Field(
-        "assistant",
-        description="Tokens of a conversation that count in the loss: those that the assistant writes, or all but its first one.",
-    )
-    sources: Annotated[dict[Name, SourceSpec], Field(min_length=1, max_length=256)] | None = Field(
-        None, description="A mixture of sources, by name. Null is the one source that `source` and `path` name."
-    )
-    invalid: Invalid = Field(
-        "refuse",
-        description="What becomes of documents that cannot be used: those that are not UTF-8, rows without a text, broken lines "
-        "of JSON, and conversations that the chat template cannot take. `refuse` ends the preparation at the first one, and "
-        "names its place; `skip` leaves them out; `replace` puts U+FFFD in place of bytes that are not UTF-8, and refuses the "
-        "others. The run says how many there are.",
-    )
-    tokenizer: str = Field(
-        "byte",
-        description="`byte` makes one token of each byte. Or name a folder with a Hugging Face tokenizer, which makes fewer "
-        "tokens.",
-    )
-    seq_len: int = Field(
-        256,
-        ge=1,
-        le=LONGEST,
-        description="Tokens per sequence. Activation memory grows with it in proportion, attention's compute with its square.",
-    )
-    mask_documents: bool = Field(
-        False,
-        description="Attention stops at document boundaries. By default a token also attends to earlier documents of its "
-        "sequence. The default is true if there are conversations.",
-    )
+    source: Kind = "stdlib"
+    """Kind of text. `stdlib` is the source code of Python's standard library and needs no files;
+    the other kinds read `path`. `conversations` are lists of messages in files of JSON lines, or of
+    Parquet if their names end in `.parquet`; the chat template of `tokenizer` makes text of
+    them."""
+    path: str | None = None
+    """File or glob to read, on a disk that every node sees, or in a store (`s3://`, `gs://`,
+    `https://`). Names that end in `.gz`, `.zst`, `.xz` or `.bz2` are decompressed. Null is for
+    `source: stdlib` and for `sources`."""
+    text_field: str = "text"
+    """Key (jsonl) or column (parquet) that holds the text of a document."""
+    messages_field: str = "messages"
+    """Key or column that holds the messages of a conversation, each with `role` and `content`."""
+    train_on: Counted = "assistant"
+    """Tokens of a conversation that count in the loss: those that the assistant writes, or all but
+    its first one."""
+    sources: Annotated[dict[Name, SourceSpec], Field(min_length=1, max_length=256)] | None = None
+    """A mixture of sources, by name. Null is the one source that `source` and `path` name."""
+    invalid: Invalid = "refuse"
+    """What becomes of documents that cannot be used: those that are not UTF-8, rows without a text,
+    broken lines of JSON, and conversations that the chat template cannot take. `refuse` ends the
+    preparation at the first one, and names its place; `skip` leaves them out; `replace` puts U+FFFD
+    in place of bytes that are not UTF-8, and refuses the others. The run says how many there
+    are."""
+    tokenizer: str = "byte"
+    """`byte` makes one token of each byte. Or name a folder with a Hugging Face tokenizer, which
+    makes fewer tokens."""
+    seq_len: Length = 256
+    """Tokens per sequence. Activation memory grows with it in proportion, attention's compute with
+    its square."""
+    mask_documents: bool = False
+    """Attention stops at document boundaries. By default a token also attends to earlier documents
+    of its sequence. The default is true if there are conversations."""
     validation: ValidationSplit = ValidationSplit()
-    cache: str | None = Field(
-        None,
-        description="Folder for tokenized and packed data, which later runs use again; every node must see it. Null is the "
-        "folder `data` in the run storage.",
-    )
+    cache: str | None = None
+    """Folder for tokenized and packed data, which later runs use again; every node must see it.
+    Null is the folder `data` in the run storage."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,12 +106,11 @@ class DataSpec(Strict):
         """The sources by name, each as a section `data` of its own. A section without a mixture is its own part, named ""."""
         if self.sources is None:
             return {"": self}
-        return {
-            name: self.model_copy(
-                update={"sources": None, **{key: value for key, value in part if value is not None and key != "weight"}}
-            )
-            for name, part in self.sources.items()
-        }
+        parts = {}
+        for name, part in self.sources.items():
+            given = {key: value for key, value in part if value is not None and key != "weight"}
+            parts[name] = self.model_copy(update={"sources": None, **given})
+        return parts
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -146,11 +132,7 @@ def whole(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_data(data: DataSpec) -> None:
-    """Check the rules between the keys of the section.
-
-    Raises:
-        UserError: the section breaks a rule.
-    """
+    """Check the rules between the keys of the section."""
     if data.sources is None:
         _check_source("data", data)
         _check_chat("data", data)
@@ -188,15 +170,10 @@ def _check_source(field: str, data: DataSpec) -> None:
 
 
 def _check_chat(field: str, data: DataSpec, given: dict[str, Any] | None = None) -> None:
-    """Refuse keys of conversations for other kinds of text.
-
-    Args:
-        given: the values of these keys; None takes those of `data`.
-    """
+    """Refuse keys of conversations for other kinds of text. Their values are those of `data` if none are given."""
     for key in ("messages_field", "train_on") if data.source != "conversations" else ():
         default = type(data).model_fields[key].default
         value = getattr(data, key) if given is None else given[key]
         if value not in (None, default):
-            raise UserError(
-                f"{field}.{key}", value, f"has no meaning with source={data.source}, only with conversations", [default]
-            )
+            rule = f"has no meaning with source={data.source}, only with conversations"
+            raise UserError(f"{field}.{key}", value, rule, [default])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
@@ -34,7 +34,8 @@ class Description(Strict):
     `Recipe` is a description whose rules have been checked.
     """
 
-    name: Name = Field("run", description="First part of the run's id, which names its folder and its MLflow run.")
+    name: Name = "run"
+    """First part of the run's id, which names its folder and its MLflow run."""
     model: ModelSpec
     data: DataSpec = DataSpec()
     fold: FoldSpec = FoldSpec()
@@ -44,11 +45,9 @@ class Description(Strict):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     engine: EngineSpec = EngineSpec()
-    precision: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32",
-        description="Type of weights and activations. `bfloat16` halves their memory and traffic; gradient sums and the "
-        "optimizer stay in float32. `float64` is for checks, with `engine.kind: torch`.",
-    )
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of weights and activations. `bfloat16` halves their memory and traffic; gradient sums
+    and the optimizer stay in float32. `float64` is for checks, with `engine.kind: torch`."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()

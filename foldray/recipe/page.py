@@ -48,12 +48,7 @@ def page() -> str:
 
 
 def key_help(tuning: bool = False, width: int | None = None) -> str:
-    """Return the help of all keys outside `tune`, or of the keys of `tune`, wrapped for a terminal.
-
-    Args:
-        tuning: return the keys of `tune`.
-        width: columns; None is the terminal's width.
-    """
+    """Return the help of all keys outside `tune`, or of those of `tune`, wrapped for this terminal or another width."""
     width = max(_NARROWEST, min(_WIDEST, width or shutil.get_terminal_size().columns - 1))
     lines = _wrapped("Keys of a recipe. Change one with key=value, where the value is YAML.", width)
     for name, about, rows in _tables():

@@ -37,34 +37,27 @@ _PLAIN = {
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yield a row (key, legal values, default, description) for every recipe key."""
     for name, field in model.model_fields.items():
-        section, named = _section(field.annotation), _named_section(field.annotation)
-        if section is not None:
-            yield from describe(section, f"{prefix}{name}.")
-        elif named is not None:
-            yield f"{prefix}{name}", "sections by name|null", _as_yaml(field.default), field.description or ""
-            yield from describe(named, f"{prefix}{name}.{NAME}.")
-        else:
+        section, is_named = _section(field.annotation)
+        if section is None or is_named:
+            legal = "sections by name|null" if is_named else _legal(field)
             default = "required" if field.is_required() else _as_yaml(field.default)
-            yield f"{prefix}{name}", _legal(field), default, field.description or ""
+            yield f"{prefix}{name}", legal, default, " ".join((field.description or "").split())
+        if section is not None:
+            yield from describe(section, f"{prefix}{name}.{NAME}." if is_named else f"{prefix}{name}.")
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the name and the docstring of every section of a recipe, in order."""
     for name, field in model.model_fields.items():
-        if (section := _section(field.annotation)) is not None:
-            yield f"{prefix}{name}", inspect.cleandoc(section.__doc__ or "")
-            yield from sections(section, f"{prefix}{name}.")
-        if (named := _named_section(field.annotation)) is not None:
-            yield f"{prefix}{name}.{NAME}", inspect.cleandoc(named.__doc__ or "")
-            yield from sections(named, f"{prefix}{name}.{NAME}.")
+        section, is_named = _section(field.annotation)
+        if section is not None:
+            path = f"{prefix}{name}.{NAME}" if is_named else f"{prefix}{name}"
+            yield path, inspect.cleandoc(section.__doc__ or "")
+            yield from sections(section, f"{path}.")
 
 
 def apply(given: dict[str, Any], override: str) -> None:
-    """Set one key from `key.sub=value`; the value is YAML.
-
-    Raises:
-        UserError: the override has another form, or its value is not YAML.
-    """
+    """Set one key from `key.sub=value`; the value is YAML."""
     key, equals, text = override.partition("=")
     *parents, last = key.split(".")
     if not equals or not all((*parents, last)) or len(parents) > _DEEPEST:
@@ -86,23 +79,19 @@ def refuse_booleans(model: type[BaseModel], given: Any, prefix: str = "") -> Non
         field = model.model_fields.get(key)
         if field is None:
             continue
-        section, named = _section(field.annotation), _named_section(field.annotation)
+        section, is_named = _section(field.annotation)
         values = value if isinstance(value, list) else [value]
-        if section is not None:
-            refuse_booleans(section, value, f"{prefix}{key}.")
-        elif named is not None:
+        if section is not None and is_named:
             for name, part in value.items() if isinstance(value, dict) else ():
-                refuse_booleans(named, part, f"{prefix}{key}.{name}.")
+                refuse_booleans(section, part, f"{prefix}{key}.{name}.")
+        elif section is not None:
+            refuse_booleans(section, value, f"{prefix}{key}.")
         elif any(isinstance(item, bool) for item in values) and _is_number(field.annotation):
             raise UserError(f"{prefix}{key}", str(value).lower(), "is not a valid number")
 
 
 def refuse_own(given: Any, key: str = "") -> None:
-    """Refuse values that name a row in a module (`module:NAME`), in keys that take such rows.
-
-    Raises:
-        UserError: there is such a value.
-    """
+    """Refuse values that name a row in a module (`module:NAME`), in keys that take such rows."""
     if isinstance(given, dict):
         for name, value in given.items():
             refuse_own(value, f"{key}.{name}" if key else name)
@@ -115,11 +104,7 @@ def refuse_own(given: Any, key: str = "") -> None:
 
 
 def refuse_secrets(shown: Any, key: str = "") -> None:
-    """Refuse secrets in what files show of a recipe. Addresses that may hold one are shown without it (`bounds.Url`).
-
-    Raises:
-        UserError: a text has a password, a key or a token.
-    """
+    """Refuse secrets in what files show of a recipe. Addresses that may hold one are shown without it (`bounds.Url`)."""
     if isinstance(shown, dict):
         for name, value in shown.items():
             refuse_secrets(value, f"{key}.{name}" if key else name)
@@ -128,7 +113,6 @@ def refuse_secrets(shown: Any, key: str = "") -> None:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether a type, or a list of it, takes numbers."""
     return annotation in (int, float) or any(_is_number(part) for part in get_args(annotation))
 
 
@@ -152,13 +136,9 @@ def first_mistake(model: type[BaseModel], error: ValidationError) -> UserError:
         return UserError(field, value, refused.rule, [*refused.legal, *more])
     if kind == "string_pattern_mismatch":
         return UserError(field, value, "may hold letters, digits, '.', '_' and '-', and begins with a letter or digit")
-    return UserError(field, value, _rule(kind, first["msg"]), section.model_fields if kind == "model_type" else None)
-
-
-def _rule(kind: str, message: str) -> str:
-    """Return pydantic's message in plain words."""
     plain = _PLAIN.get(kind) or _PLAIN.get(kind.split("_")[0])
-    return plain or f"must {message.split(' should ')[-1].replace(' after validation', '')}"
+    rule = plain or f"must {first['msg'].split(' should ')[-1].replace(' after validation', '')}"
+    return UserError(field, value, rule, section.model_fields if kind == "model_type" else None)
 
 
 def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
@@ -169,35 +149,33 @@ def _lookup(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], F
             model, named = named, None
             continue
         field = model.model_fields.get(part)
-        if (named := field and _named_section(field.annotation)) is not None:
-            continue
-        section = field and _section(field.annotation)
+        section, is_named = _section(field.annotation) if field else (None, False)
         if section is None:
             return model, field
-        model = section
+        if is_named:
+            named = section
+        else:
+            model = section
     return model, None
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a type is, also if null may stand for it."""
-    if get_origin(annotation) in (types.UnionType, Union):
-        annotation, *others = [part for part in get_args(annotation) if part is not type(None)]
-        annotation = None if others else annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """Return the section that a type is, or that a mapping has by name, and whether it is such a mapping.
 
-
-def _named_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the section of a mapping from names to sections, also if null may stand for the mapping."""
+    Null may stand for both.
+    """
     if get_origin(annotation) in (types.UnionType, Union):
-        found = (_named_section(part) for part in get_args(annotation))
-        return next((section for section in found if section is not None), None)
+        kinds = [part for part in get_args(annotation) if part is not type(None)]
+        return _section(kinds[0]) if len(kinds) == 1 else (None, False)
     if get_origin(annotation) is Annotated:
-        return _named_section(get_args(annotation)[0])
-    return _section(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+        return _section(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        section, _ = _section(get_args(annotation)[1])
+        return section, section is not None
+    return (annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None), False
 
 
 def _words(annotation: Any) -> list[Any]:
-    """Return the words that a type, or a list of it, takes."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     words = [word for part in get_args(annotation) for word in _words(part)]
@@ -210,7 +188,6 @@ def _legal(field: FieldInfo) -> str:
 
 
 def _names(annotation: Any) -> list[str]:
-    """Return the names of the values that a type takes."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin in (types.UnionType, Union):
         return [name for part in arguments for name in _names(part)]

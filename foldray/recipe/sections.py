@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import LONGEST, MOST_SEQUENCES, MOST_STEPS, MOST_WORKERS, Beta, Label, OwnRows, TokenId, Url
+from foldray.recipe.bounds import Beta, Label, Length, OwnRows, Seed, SequenceCount, Steps, StepsOrZero, TokenId, Url, Workers
 
 
 class FoldSpec(Strict):
@@ -16,55 +16,31 @@ class FoldSpec(Strict):
     No size changes the results beyond rounding, unless experts drop tokens (`model.router.drop_scope`).
     """
 
-    tp: int = Field(
-        1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Tensor-parallel size: workers that share attention's heads and the dense matrices. It divides their memory "
-        "and compute, and adds collectives to every block.",
-    )
-    cp: int = Field(
-        1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Context-parallel size: workers that share each sequence. It divides activation memory and compute, and "
-        "sends keys and values between workers.",
-    )
-    pp: int = Field(
-        1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Pipeline-parallel size: positions of the pipeline, which hold different blocks. It divides the memory of "
-        "weights; positions idle while the pipeline fills and drains.",
-    )
-    ep: int = Field(
-        1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Expert-parallel size: workers that share the experts of a block. It divides the experts' memory; "
-        "all-to-alls send tokens to the workers that hold their experts.",
-    )
-    ep_inside: int = Field(
-        1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="How many neighbouring workers of an expert-parallel group share a node; it divides `ep`. With more than 1, "
-        "a token travels once to each node, to the worker with the same place there. This worker passes it on to those of its "
-        "node that have experts of the token. So links between nodes carry least. It needs `moe.dispatch: rank`.",
-    )
-    etp: int = Field(
-        1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Expert-tensor-parallel size: workers that share the matrices of each expert. It divides the experts' "
-        "memory, and sends every row to all of them. It does not follow `tp`.",
-    )
-    order: str = Field(
-        "tp-cp-dp-pp",
-        description="Attention's axes. Neighbouring ranks form the groups of the first axis, so the axis with the most traffic "
-        "goes first.",
-    )
-    moe_order: str = Field("etp-ep-edp-pp", description="The experts' axes, in the same notation as `order`.")
+    tp: Workers = 1
+    """Tensor-parallel size: workers that share attention's heads and the dense matrices. It divides
+    their memory and compute, and adds collectives to every block."""
+    cp: Workers = 1
+    """Context-parallel size: workers that share each sequence. It divides activation memory and
+    compute, and sends keys and values between workers."""
+    pp: Workers = 1
+    """Pipeline-parallel size: positions of the pipeline, which hold different blocks. It divides
+    the memory of weights; positions idle while the pipeline fills and drains."""
+    ep: Workers = 1
+    """Expert-parallel size: workers that share the experts of a block. It divides the experts'
+    memory; all-to-alls send tokens to the workers that hold their experts."""
+    ep_inside: Workers = 1
+    """How many neighbouring workers of an expert-parallel group share a node; it divides `ep`. With
+    more than 1, a token travels once to each node, to the worker with the same place there. This
+    worker passes it on to those of its node that have experts of the token. So links between nodes
+    carry least. It needs `moe.dispatch: rank`."""
+    etp: Workers = 1
+    """Expert-tensor-parallel size: workers that share the matrices of each expert. It divides the
+    experts' memory, and sends every row to all of them. It does not follow `tp`."""
+    order: str = "tp-cp-dp-pp"
+    """Attention's axes. Neighbouring ranks form the groups of the first axis, so the axis with the
+    most traffic goes first."""
+    moe_order: str = "etp-ep-edp-pp"
+    """The experts' axes, in the same notation as `order`."""
 
 
 class PlacementSpec(Strict):
@@ -75,118 +51,89 @@ class PlacementSpec(Strict):
     a step is `schedule.kind: af_pipe`, the default, or `list`.
     """
 
-    attention: int = Field(ge=1, le=MOST_WORKERS, description="Workers for attention and everything else outside the experts.")
-    experts: int = Field(
-        ge=1, le=MOST_WORKERS, description="Workers for the experts. Both numbers must add up to `cluster.workers`."
-    )
-    expert_pp: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Pipeline positions of the experts, which hold different MoE blocks. It may differ from `fold.pp`, the "
-        "positions of attention. Null is `fold.pp`.",
-    )
-    attention_nodes: Label | None = Field(
-        None,
-        description="Label `KEY=VALUE` of the nodes that attention's workers may run on; a node gets its labels from `ray start "
-        "--labels`. Null is any node.",
-    )
-    expert_nodes: Label | None = Field(None, description="Label of the nodes that the experts' workers may run on.")
+    attention: Workers
+    """Workers for attention and everything else outside the experts."""
+    experts: Workers
+    """Workers for the experts. Both numbers must add up to `cluster.workers`."""
+    expert_pp: Workers | None = None
+    """Pipeline positions of the experts, which hold different MoE blocks. It may differ from
+    `fold.pp`, the positions of attention. Null is `fold.pp`."""
+    attention_nodes: Label | None = None
+    """Label `KEY=VALUE` of the nodes that attention's workers may run on; a node gets its labels
+    from `ray start --labels`. Null is any node."""
+    expert_nodes: Label | None = None
+    """Label of the nodes that the experts' workers may run on."""
 
 
 class MoeSpec(Strict):
     """The kernels of the MoE layers, and how their tokens travel. All keys change the speed, and the results by no more than
     rounding."""
 
-    backend: Literal["torch", "tutel", "deepspeed"] = Field(
-        "torch",
-        description="`torch` is foldray's own gate and permutation. `tutel` chooses experts with Tutel's gate (for "
-        "`score: softmax`; with `topk: 1` only if weights are not rescaled), and copies and sums rows with Tutel's kernels (not "
-        "in float64). `deepspeed` chooses experts with DeepSpeed's gates.",
-    )
-    experts: Literal["grouped", "loop"] = Field(
-        "grouped",
-        description="`grouped` takes the fastest kernels for the experts' matrix products. `loop` is a slow reference: one "
-        "expert after another, in plain autograd.",
-    )
-    dispatch: Literal["assignment", "rank"] = Field(
-        "assignment",
-        description="What a token travels for. `assignment` sends a row to each of its experts, and brings back as many. `rank` "
-        "sends one row to each worker of the expert-parallel group that has experts of the token; this worker sums their "
-        "results. So fewer bytes travel if a worker has several experts of a token, which `topk` and `fold.ep` decide. "
-        "`fold.ep_inside` sends one row to each node first. `rank` needs `backend: torch` or `deepspeed`, and "
-        "`model.router.pad: false`. With `placement`, rows always travel once to each worker.",
-    )
+    backend: Literal["torch", "tutel", "deepspeed"] = "torch"
+    """`torch` is foldray's own gate and permutation. `tutel` chooses experts with Tutel's gate (for
+    `score: softmax`; with `topk: 1` only if weights are not rescaled), and copies and sums rows
+    with Tutel's kernels (not in float64). `deepspeed` chooses experts with DeepSpeed's gates."""
+    experts: Literal["grouped", "loop"] = "grouped"
+    """`grouped` takes the fastest kernels for the experts' matrix products. `loop` is a slow
+    reference: one expert after another, in plain autograd."""
+    dispatch: Literal["assignment", "rank"] = "assignment"
+    """What a token travels for. `assignment` sends a row to each of its experts, and brings back as
+    many. `rank` sends one row to each worker of the expert-parallel group that has experts of the
+    token; this worker sums their results. So fewer bytes travel if a worker has several experts of
+    a token, which `topk` and `fold.ep` decide. `fold.ep_inside` sends one row to each node first.
+    `rank` needs `backend: torch` or `deepspeed`, and `model.router.pad: false`. With `placement`,
+    rows always travel once to each worker."""
 
-    wire: Literal["bfloat16", "float8"] | None = Field(
-        None,
-        description="How rows are written on their way to experts and back. Null sends them as they are. `bfloat16` rounds them: "
-        "a number is off by at most 1/256 of it. `float8` (e4m3) is for rows on their way to experts, and for the gradients "
-        "of results: a number is off by at most 1/16 of it, or by 1/458752 of the largest of the 128 numbers that share a "
-        "scale; rows on their way back are bfloat16. `foldray verify` shows what this does to losses and gradients. With "
-        "`fold.ep_inside`, it is for what travels between nodes.",
-    )
+    wire: Literal["bfloat16", "float8"] | None = None
+    """How rows are written on their way to experts and back. Null sends them as they are.
+    `bfloat16` rounds them: a number is off by at most 1/256 of it. `float8` (e4m3) is for rows on
+    their way to experts, and for the gradients of results: a number is off by at most 1/16 of it,
+    or by 1/458752 of the largest of the 128 numbers that share a scale; rows on their way back are
+    bfloat16. `foldray verify` shows what this does to losses and gradients. With `fold.ep_inside`,
+    it is for what travels between nodes."""
 
 
 class OptimizerSpec(Strict):
     """The update rule and the learning rate."""
 
-    kind: Literal["adamw", "sgd", "muon"] = Field(
-        "adamw",
-        description="Update rule. `adamw` keeps two more values per parameter; `sgd` keeps one with `momentum`, and none "
-        "without. `muon` makes the momentum of each matrix of the hidden layers orthogonal: of attention, networks, experts and "
-        "routers. It keeps one more value for each of their elements. AdamW updates all other parameters: embeddings, the head, "
-        "norms, biases and other vectors. `muon` needs `engine.kind: torch`.",
-    )
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate. The warm-up ends at this rate.")
-    adamw_lr: float | None = Field(
-        None,
-        gt=0,
-        description="Peak learning rate of what `muon` leaves to AdamW. It rises and falls as `lr` does. Null is `lr`. Other "
-        "kinds need null.",
-    )
-    betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.95), description="Decay rates of AdamW's first and second moment. `sgd` does not use them."
-    )
-    eps: float = Field(1e-8, gt=0, description="Number that AdamW adds to the denominator of its update. `sgd` does not use it.")
-    weight_decay: float = Field(
-        0.1, ge=0, description="Weight decay, which pulls matrices towards zero. Norms and biases have none."
-    )
-    momentum: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Momentum of `sgd` and `muon`. The default of `muon` is 0.95. With `sgd`, above 0 it keeps one more value "
-        "per parameter. `adamw` needs 0.",
-    )
-    nesterov: bool = Field(True, description="Whether `muon` has Nesterov's momentum. Other kinds need true.")
-    ns_steps: int = Field(
-        5,
-        ge=1,
-        le=99,
-        description="Iterations of Newton-Schulz with which `muon` makes a matrix orthogonal. They run in bfloat16, or in "
-        "float64 with `precision: float64`. Other kinds need 5.",
-    )
-    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
-        "match_rms_adamw",
-        description="Factor of the learning rate for a matrix with `muon`, as in torch. `match_rms_adamw` makes updates as large "
-        "as those of AdamW, so `lr` and `weight_decay` of AdamW fit: 0.2 · √max(in, out). `original` is √max(1, out / in). Other "
-        "kinds need `match_rms_adamw`.",
-    )
-    clip: float | None = Field(
-        1.0, gt=0, description="Largest norm of the gradient; a larger gradient is scaled down to it. Null does not clip."
-    )
-    warmup_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimizer steps in which the learning rate rises linearly to `lr`."
-    )
-    decay: Literal["cosine", "linear", "constant"] = Field(
-        "cosine",
-        description="How the learning rate falls after the warm-up, until the last of `training.steps`. `constant` keeps it at "
-        "`lr`.",
-    )
-    min_lr: float = Field(
-        0.1, ge=0, le=1, description="Learning rate at the end, as a share of `lr`. `decay: constant` does not use it."
-    )
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """Update rule. `adamw` keeps two more values per parameter; `sgd` keeps one with `momentum`,
+    and none without. `muon` makes the momentum of each matrix of the hidden layers orthogonal: of
+    attention, networks, experts and routers. It keeps one more value for each of their elements.
+    AdamW updates all other parameters: embeddings, the head, norms, biases and other vectors.
+    `muon` needs `engine.kind: torch`."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate. The warm-up ends at this rate."""
+    adamw_lr: PositiveFloat | None = None
+    """Peak learning rate of what `muon` leaves to AdamW. It rises and falls as `lr` does. Null is
+    `lr`. Other kinds need null."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moment. `sgd` does not use them."""
+    eps: PositiveFloat = 1e-8
+    """Number that AdamW adds to the denominator of its update. `sgd` does not use it."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay, which pulls matrices towards zero. Norms and biases have none."""
+    momentum: Beta = 0.0
+    """Momentum of `sgd` and `muon`. The default of `muon` is 0.95. With `sgd`, above 0 it keeps one
+    more value per parameter. `adamw` needs 0."""
+    nesterov: bool = True
+    """Whether `muon` has Nesterov's momentum. Other kinds need true."""
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """Iterations of Newton-Schulz with which `muon` makes a matrix orthogonal. They run in
+    bfloat16, or in float64 with `precision: float64`. Other kinds need 5."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate for a matrix with `muon`, as in torch. `match_rms_adamw` makes
+    updates as large as those of AdamW, so `lr` and `weight_decay` of AdamW fit: 0.2 · √max(in,
+    out). `original` is √max(1, out / in). Other kinds need `match_rms_adamw`."""
+    clip: PositiveFloat | None = 1.0
+    """Largest norm of the gradient; a larger gradient is scaled down to it. Null does not clip."""
+    warmup_steps: StepsOrZero = 0
+    """Optimizer steps in which the learning rate rises linearly to `lr`."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up, until the last of `training.steps`. `constant`
+    keeps it at `lr`."""
+    min_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end, as a share of `lr`. `decay: constant` does not use it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -204,73 +151,43 @@ class OptimizerSpec(Strict):
 class TrainingSpec(Strict):
     """How long to train, on how much data at once, and when to validate."""
 
-    steps: int = Field(
-        100, ge=1, le=MOST_STEPS, description="Optimizer steps of the whole training. The learning rate ends its decay there."
-    )
-    stop_after: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_STEPS,
-        description="Save and stop after this step; `--resume` trains the rest later. Null trains all `steps`.",
-    )
-    global_batch: int = Field(
-        8,
-        ge=1,
-        le=MOST_SEQUENCES,
-        description="Sequences per optimizer step, over all workers. It must be a multiple of dp × `micro_batch`.",
-    )
-    micro_batch: int = Field(
-        1,
-        ge=1,
-        le=MOST_SEQUENCES,
-        description="Sequences that a data-parallel place takes through the model at once. A larger micro-batch computes more "
-        "efficiently and needs more activation memory.",
-    )
-    eval_every: int | None = Field(
-        None, ge=1, le=MOST_STEPS, description="Optimizer steps between validations. Null validates only at the end."
-    )
-    eval_sequences: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_STEPS,
-        description="Sequences per validation, of every source of a mixture. Fewer are faster, and measure less exactly. Null "
-        "takes the whole validation set.",
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**32,
-        description="Seed of the initial weights and of the order of the sequences. Every fold starts from the same weights.",
-    )
-    skip_steps: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="How many steps in a row training skips because their gradient has a number that is not finite. A skipped "
-        "step leaves weights, biases and the optimizer's state as they are, and its text is not trained. One such step more ends "
-        "the attempt. 0 skips none.",
-    )
-    weights: str | None = Field(
-        None,
-        description="Folder of a model of Hugging Face's transformers, which every node must see. Training starts from its "
-        "weights instead of drawn ones. `foldray import-hf` writes such a recipe.",
-    )
+    steps: Steps = 100
+    """Optimizer steps of the whole training. The learning rate ends its decay there."""
+    stop_after: Steps | None = None
+    """Save and stop after this step; `--resume` trains the rest later. Null trains all `steps`."""
+    global_batch: SequenceCount = 8
+    """Sequences per optimizer step, over all workers. It must be a multiple of dp ×
+    `micro_batch`."""
+    micro_batch: SequenceCount = 1
+    """Sequences that a data-parallel place takes through the model at once. A larger micro-batch
+    computes more efficiently and needs more activation memory."""
+    eval_every: Steps | None = None
+    """Optimizer steps between validations. Null validates only at the end."""
+    eval_sequences: Steps | None = None
+    """Sequences per validation, of every source of a mixture. Fewer are faster, and measure less
+    exactly. Null takes the whole validation set."""
+    seed: Seed = 0
+    """Seed of the initial weights and of the order of the sequences. Every fold starts from the
+    same weights."""
+    skip_steps: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How many steps in a row training skips because their gradient has a number that is not
+    finite. A skipped step leaves weights, biases and the optimizer's state as they are, and its
+    text is not trained. One such step more ends the attempt. 0 skips none."""
+    weights: str | None = None
+    """Folder of a model of Hugging Face's transformers, which every node must see. Training starts
+    from its weights instead of drawn ones. `foldray import-hf` writes such a recipe."""
 
 
 class EngineSpec(Strict):
     """The engine that holds the optimizer."""
 
-    kind: Literal["deepspeed", "torch"] = Field(
-        "deepspeed",
-        description="`deepspeed` trains with DeepSpeed's ZeRO, `torch` with foldray's own. Both give the same update, to "
-        "rounding.",
-    )
-    zero: Literal[0, 1, 2] = Field(
-        1,
-        description="ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves memory; 2 also "
-        "frees gradients as they leave, which with `kind: deepspeed` needs `schedule.reduction: buckets` or `chunks`. The "
-        "default is 0 with `kind: torch`.",
-    )
+    kind: Literal["deepspeed", "torch"] = "deepspeed"
+    """`deepspeed` trains with DeepSpeed's ZeRO, `torch` with foldray's own. Both give the same
+    update, to rounding."""
+    zero: Literal[0, 1, 2] = 1
+    """ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves
+    memory; 2 also frees gradients as they leave, which with `kind: deepspeed` needs
+    `schedule.reduction: buckets` or `chunks`. The default is 0 with `kind: torch`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -283,91 +200,72 @@ class EngineSpec(Strict):
 class CheckpointSpec(Strict):
     """When the state of a training is saved, and how much of it is kept."""
 
-    every: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_STEPS,
-        description="Optimizer steps between checkpoints. A lost worker costs the steps since the last one. Null saves only at "
-        "the end.",
-    )
-    keep: int = Field(2, ge=1, le=MOST_STEPS, description="Number of newest checkpoints that stay in the run storage.")
-    asynchronous: bool = Field(
-        True,
-        description="Write a copy in host memory to the storage while training goes on. False makes training wait for the "
-        "storage.",
-    )
+    every: Steps | None = None
+    """Optimizer steps between checkpoints. A lost worker costs the steps since the last one. Null
+    saves only at the end."""
+    keep: Steps = 2
+    """Number of newest checkpoints that stay in the run storage."""
+    asynchronous: bool = True
+    """Write a copy in host memory to the storage while training goes on. False makes training wait
+    for the storage."""
 
 
 class TrackingSpec(Strict):
     """Where metrics go."""
 
-    experiment: str = Field("foldray", min_length=1, description="MLflow experiment that the run is listed under.")
-    uri: Url | None = Field(None, description="MLflow tracking URI. Null is a SQLite database, `mlflow.db`, in the run storage.")
-    metrics: OwnRows = Field(
-        (),
-        description="Metrics of your own, each as `module:NAME`, where NAME is a `trainers.Metric`. `metrics.jsonl` and MLflow "
-        "have them, and Prometheus and the closing table where the metric says so.",
-    )
+    experiment: Annotated[str, Field(min_length=1)] = "foldray"
+    """MLflow experiment that the run is listed under."""
+    uri: Url | None = None
+    """MLflow tracking URI. Null is a SQLite database, `mlflow.db`, in the run storage."""
+    metrics: OwnRows = ()
+    """Metrics of your own, each as `module:NAME`, where NAME is a `trainers.Metric`.
+    `metrics.jsonl` and MLflow have them, and Prometheus and the closing table where the metric says
+    so."""
 
 
 class ClusterSpec(Strict):
     """What the run takes of a Ray cluster."""
 
-    workers: int = Field(1, ge=1, le=MOST_WORKERS, description="Number of workers. Each is a Ray actor and one rank of the fold.")
-    cpus_per_worker: int = Field(
-        1, ge=1, le=MOST_WORKERS, description="CPU cores that Ray reserves for a worker, and threads that torch computes with."
-    )
-    gpu: bool = Field(
-        False, description="True gives every worker one GPU and communicates over NCCL. False computes on CPUs, over gloo."
-    )
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK",
-        description="Ray's placement of workers: on few nodes (`PACK`), on many (`SPREAD`), on one node only (`STRICT_PACK`), "
-        "one per node (`STRICT_SPREAD`). Traffic inside a node is faster.",
-    )
-    address: Url | None = Field(
-        None,
-        description="Address of the Ray cluster to join. Null joins the cluster of RAY_ADDRESS or of the surrounding Ray job, "
-        "and else starts Ray on this machine.",
-    )
-    storage: Url | None = Field(
-        None,
-        description="Folder or URI for runs and checkpoints, which every node must see. Null is `./runs`, or `~/foldray/runs` "
-        "in a Ray job.",
-    )
-    min_workers: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_WORKERS,
-        description="Fewest workers that training goes on with after it has lost some. It then takes the best legal fold for the "
-        "workers that are left, and all of them again when the cluster has room. If there are more than 64 numbers in between, "
-        "only every n-th of them counts. Null waits for all workers.",
-    )
-    max_failures: int = Field(
-        3,
-        ge=0,
-        le=MOST_STEPS,
-        description="How many attempts of a training may fail without a new checkpoint between them. After each failure, "
-        "training goes on from the newest undamaged checkpoint. An error that comes back at the same step ends it at once.",
-    )
-    timeout: float = Field(
-        300.0,
-        ge=1,
-        le=86400,
-        description="Seconds that a rank waits for others before the attempt fails, with the name of the rank that stands still. "
-        "No part of a step may take as long. A rank that shows no sign of life at all is replaced sooner: after a minute, or "
-        "after 30 times what a step takes if that is longer.",
-    )
+    workers: Workers = 1
+    """Number of workers. Each is a Ray actor and one rank of the fold."""
+    cpus_per_worker: Workers = 1
+    """CPU cores that Ray reserves for a worker, and threads that torch computes with."""
+    gpu: bool = False
+    """True gives every worker one GPU and communicates over NCCL. False computes on CPUs, over
+    gloo."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement of workers: on few nodes (`PACK`), on many (`SPREAD`), on one node only
+    (`STRICT_PACK`), one per node (`STRICT_SPREAD`). Traffic inside a node is faster."""
+    address: Url | None = None
+    """Address of the Ray cluster to join. Null joins the cluster of RAY_ADDRESS or of the
+    surrounding Ray job, and else starts Ray on this machine."""
+    storage: Url | None = None
+    """Folder or URI for runs and checkpoints, which every node must see. Null is `./runs`, or
+    `~/foldray/runs` in a Ray job."""
+    min_workers: Workers | None = None
+    """Fewest workers that training goes on with after it has lost some. It then takes the best
+    legal fold for the workers that are left, and all of them again when the cluster has room. If
+    there are more than 64 numbers in between, only every n-th of them counts. Null waits for all
+    workers."""
+    max_failures: StepsOrZero = 3
+    """How many attempts of a training may fail without a new checkpoint between them. After each
+    failure, training goes on from the newest undamaged checkpoint. An error that comes back at the
+    same step ends it at once."""
+    timeout: Annotated[float, Field(ge=1, le=86400)] = 300.0
+    """Seconds that a rank waits for others before the attempt fails, with the name of the rank that
+    stands still. No part of a step may take as long. A rank that shows no sign of life at all is
+    replaced sooner: after a minute, or after 30 times what a step takes if that is longer."""
 
 
 class TokensSpec(Strict):
     """Tokens with a role, as an exported model names them in `config.json`. Null takes those that the training uses."""
 
-    bos: TokenId | None = Field(None, description="Token that begins a text (`bos_token_id`). Null is none.")
-    eos: Annotated[tuple[TokenId, ...], Field(max_length=64)] = Field(
-        (), description="Tokens that end a text or an answer (`eos_token_id`)."
-    )
-    pad: TokenId | None = Field(None, description="Token that fills up a batch (`pad_token_id`). Null is none.")
+    bos: TokenId | None = None
+    """Token that begins a text (`bos_token_id`). Null is none."""
+    eos: Annotated[tuple[TokenId, ...], Field(max_length=64)] = ()
+    """Tokens that end a text or an answer (`eos_token_id`)."""
+    pad: TokenId | None = None
+    """Token that fills up a batch (`pad_token_id`). Null is none."""
 
 
 class ExportSpec(Strict):
@@ -376,20 +274,14 @@ class ExportSpec(Strict):
     Training does not depend on these keys. `foldray generate` stops where they say that an answer ends.
     """
 
-    max_positions: int | None = Field(
-        None,
-        ge=1,
-        le=LONGEST,
-        description="Longest sequence of the model in tokens (`max_position_embeddings`). The export says `data.seq_len` if that "
-        "is longer, or if this is null. With YaRN it says how far `model.rope_scaling` reaches, if this key says no more than "
-        "its `original_positions`.",
-    )
+    max_positions: Length | None = None
+    """Longest sequence of the model in tokens (`max_position_embeddings`). The export says
+    `data.seq_len` if that is longer, or if this is null. With YaRN it says how far
+    `model.rope_scaling` reaches, if this key says no more than its `original_positions`."""
     tokens: TokensSpec | None = None
-    generation: Annotated[dict[str, JsonValue], Field(max_length=256)] = Field(
-        {},
-        description="Content of `generation_config.json`. The export adds to its `eos_token_id` the tokens with which training "
-        "ends documents or answers.",
-    )
+    generation: Annotated[dict[str, JsonValue], Field(max_length=256)] = Field({})
+    """Content of `generation_config.json`. The export adds to its `eos_token_id` the tokens with
+    which training ends documents or answers."""
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -17,12 +17,7 @@ _QUICKSTART = "quickstart.yaml"
 
 
 class Shipped(NamedTuple):
-    """A recipe of foldray's.
-
-    Args:
-        path: its file.
-        about: what it is, in a few sentences.
-    """
+    """A recipe of foldray's: its file, and what it is, in a few sentences."""
 
     path: Path
     about: str
@@ -36,11 +31,7 @@ def shipped() -> Mapping[str, Shipped]:
 
 
 def find(recipe: str | Path) -> Path:
-    """Return the file of a recipe: a file's path, or the name of one of foldray's recipes.
-
-    Raises:
-        UserError: there is no such file, and no recipe of this name.
-    """
+    """Return the file of a recipe: a file's path, or the name of one of foldray's recipes."""
     path, name = Path(recipe), str(recipe)
     if os.path.exists(path) or not re.fullmatch(r"[a-z_]{1,40}", name):
         return path
@@ -51,11 +42,7 @@ def find(recipe: str | Path) -> Path:
 
 
 def copy(to: Path) -> list[Path]:
-    """Copy all recipes of foldray's, with the small texts that they read, to `to/recipes`. Return the recipes' new paths.
-
-    Raises:
-        UserError: there are none, they are there already, or the folder cannot be written.
-    """
+    """Copy all recipes of foldray's, with the small texts that they read, to `to/recipes`. Return the recipes' new paths."""
     source, target = _folder(), to / "recipes"
     if source is None:
         raise UserError("copy", to, "cannot be filled: foldray was installed without its recipes")

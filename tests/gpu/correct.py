@@ -11,6 +11,7 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.kernels.attention import attend, attend_backward, merge
 from foldray.model import Batch, Transformer, all_losses
+from foldray.model.transformer import parameters_as
 from foldray.moe import MoeBackend, MoELayer
 from foldray.moe.wire import WIRES
 from foldray.recipe import OptimizerSpec, Recipe
@@ -108,9 +109,8 @@ def grouped_equals_loop(dtype: torch.dtype, limit: float) -> float:
     results = []
     for kind in ("loop", "grouped"):
         torch.manual_seed(0)
-        layer = MoELayer(
-            OWNERSHIP, SPEC.moe_layers[0], GROUPS, MoeBackend(experts=kind), device=torch.device("cuda"), dtype=dtype
-        )
+        with parameters_as("cuda", dtype):
+            layer = MoELayer(OWNERSHIP, SPEC.moe_layers[0], GROUPS, MoeBackend(experts=kind))
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         x = torch.randn(2, 33, SPEC.hidden, device="cuda", dtype=dtype).requires_grad_()

@@ -40,7 +40,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_norm_remembers_its_input_alone(norm: str, dtype: torch.dtype) -> None:
-    layer = Norm(SMALL.model_copy(update={"norm": norm}), dtype=dtype)
+    layer = Norm(SMALL.model_copy(update={"norm": norm})).to(dtype)
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
     x = torch.randn(6, 8, dtype=dtype, requires_grad=True)

@@ -17,7 +17,8 @@ from foldray.fold import Fold
 from foldray.kernels import attention as kernels
 from foldray.kernels.attention import Mask, attend, attend_backward, merge
 from foldray.model import context
-from foldray.model.context import Mode, context_attention
+from foldray.model.context import ContextMode as Mode
+from foldray.model.context import context_attention
 from foldray.model.sight import Sight
 from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
 

@@ -46,7 +46,7 @@ def held(groups: Groups, weight_VH: Tensor) -> tuple[Vocabulary, slice, slice]:
     """Return a vocabulary with this rank's rows of a weight, these rows, and this rank's piece of the sequence."""
     tp, index = groups.tensor.size, groups.tensor.index
     rows, piece = (slice(index * n // tp, (index + 1) * n // tp) for n in (V, S))
-    made = Vocabulary(range(V)[rows], H, groups.tensor, dtype=torch.float64)
+    made = Vocabulary(range(V)[rows], H, groups.tensor).double()
     with torch.no_grad():
         made.weight.copy_(weight_VH[rows])
     return made, rows, piece
@@ -108,7 +108,7 @@ def _feed_forward(rank: int, fold: Fold) -> None:
     x_BSH, gate_HF, up_HF, down_FH = map(with_grad, (data(7, B, S, H), data(8, H, 24), data(9, H, 24), data(10, 24, H)))
     y_BSH = (F.silu(x_BSH @ gate_HF) * (x_BSH @ up_HF)) @ down_FH
     gradients = torch.autograd.grad(y_BSH, (x_BSH, gate_HF, up_HF, down_FH), data(11, B, S, H))
-    made = FeedForward(FeedForwardSpec(24 // tp, SPEC.ffn), H, groups.tensor, dtype=torch.float64)
+    made = FeedForward(FeedForwardSpec(24 // tp, SPEC.ffn), H, groups.tensor).double()
     own = slice(index * 24 // tp, (index + 1) * 24 // tp)
     with torch.no_grad():
         made.up.copy_(torch.cat((gate_HF[:, own], up_HF[:, own]), 1))

@@ -12,7 +12,6 @@ from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import slices as module
-from foldray.model.shards import gather_chunks, scatter_chunks
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
 from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
@@ -34,8 +33,8 @@ def sliced(
     for part, sight in zip(slices, sights(slices, communicator.size, communicator.index, case), strict=True):
         q, k, v = leaves = [x[:, :, layout.shard(part)].requires_grad_() for x in data[:3]]
         if communicator.size > 1:
-            widths = k.shape[-1], v.shape[-1]
-            memory.put(*gather_chunks((k.detach(), v.detach()), communicator, sight).split(widths, dim=-1), sight)
+            gathered = sight.in_order(communicator.all_gather(torch.cat((k.detach(), v.detach()), dim=-1)))
+            memory.put(*gathered.split((k.shape[-1], v.shape[-1]), dim=-1), sight)
         for _ in range(1 + again):
             out = slice_attention(q, memory, sight, *((k, v) if communicator.size == 1 else ()))
         graphs.append((out, leaves, data[3][:, :, layout.shard(part)], sight))
@@ -46,7 +45,7 @@ def sliced(
             found.insert(0, torch.autograd.grad(out, (q, k, v), dout))
             continue
         (dq,) = torch.autograd.grad(out, (q,), dout)
-        block = scatter_chunks(memory.take_gradient(sight), communicator, sight).to(k.dtype)
+        block = communicator.reduce_scatter(sight.by_member(memory.take_gradient(sight))).to(k.dtype)
         found.insert(0, (dq, *block.split((k.shape[-1], v.shape[-1]), dim=-1)))
     return [torch.cat(outs, 2), *(torch.cat(each, 2) for each in zip(*found, strict=True))], memory
 

@@ -11,6 +11,7 @@ import torch
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.model.transformer import parameters_as
 from foldray.moe import MoeBackend, MoELayer, TokenPiece
 from foldray.moe.router import TopKGate
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
@@ -25,7 +26,8 @@ def spec(**changes: Any) -> ModelSpec:
 
 def layer(model: ModelSpec, dtype: torch.dtype = torch.float64, **backend: Any) -> MoELayer:
     torch.manual_seed(0)
-    made = MoELayer(Ownership(model, Fold(1)), model.moe_layers[0], GROUPS, MoeBackend(**backend), dtype=dtype)
+    with parameters_as("cpu", dtype):
+        made = MoELayer(Ownership(model, Fold(1)), model.moe_layers[0], GROUPS, MoeBackend(**backend))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made

@@ -38,7 +38,7 @@ def test_sums_and_gradients_are_those_of_the_experts_one_by_one(ranks: int, topk
     share = spec(experts=EXPERTS, hidden=HIDDEN).block(1).moe
     assert share
     made = [
-        Experts(range(first, first + EXPERTS // ranks), share.expert, HIDDEN, GROUPS.expert_slices, dtype=torch.float64)
+        Experts(range(first, first + EXPERTS // ranks), share.expert, HIDDEN, GROUPS.expert_slices).double()
         for first in range(0, EXPERTS, EXPERTS // ranks)
     ]
     for each in made:
@@ -102,9 +102,8 @@ def both_ways(rank: int, fold: Fold, router: dict[str, Any], tokens: int) -> tup
     for way, own in (("assignment", replace(fold, ep_inside=1)), ("rank", fold)):
         groups = Groups.create(own, rank)
         model = spec(topk=4, shared_hidden=0, router=router)
-        made = MoELayer(
-            Ownership(model, own), model.moe_layers[0], groups, MoeBackend(experts="loop", dispatch=way), dtype=torch.float64
-        )
+        backend = MoeBackend(experts="loop", dispatch=way)
+        made = MoELayer(Ownership(model, own), model.moe_layers[0], groups, backend).double()
         torch.manual_seed(groups.coordinate["moe"]["ep"])  # ranks that share experts have the same
         for parameter in made.experts.parameters():
             torch.nn.init.normal_(parameter, std=0.3)

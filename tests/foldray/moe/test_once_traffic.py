@@ -54,7 +54,7 @@ def measured(rank: int, ranks: int, topk: int, inside: int = 1) -> Measured:
     fold = Fold(ranks, ep=ranks, ep_inside=inside)
     groups, model = Groups.create(fold, rank), spec(experts=E, hidden=H, topk=topk, shared_hidden=0, expert_hidden=4)
     backend = MoeBackend(gate=RandomGate(rank, topk), experts="loop", dispatch="rank")
-    layer = MoELayer(Ownership(model, fold), model.moe_layers[0], groups, backend, dtype=torch.float64)
+    layer = MoELayer(Ownership(model, fold), model.moe_layers[0], groups, backend).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     sent: dict[str, int] = {}

@@ -23,7 +23,7 @@ BATCH, LENGTH = 8, 32
 
 
 def router_of(groups: Groups = GROUPS, **changes: Any) -> Router:
-    made = Router(ModelSpec(**{**MODEL, **changes}), groups, dtype=torch.float64)
+    made = Router(ModelSpec(**{**MODEL, **changes}), groups).double()
     torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(0))
     return made
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.model.transformer import parameters_as
 from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, dispatch, run_layer
 from foldray.moe.wire import GROUP, WIRES, write
 from tests.foldray.moe.test_layer import spec
@@ -71,7 +72,8 @@ def test_what_is_written_side_by_side_is_read_again(rows: int, wire: str | None)
 
 def layer_of(fold: Fold, rank: int, wire: Any, way: Any, dtype: torch.dtype) -> tuple[MoELayer, Groups]:
     groups, model = Groups.create(fold, rank), spec(topk=4, shared_hidden=0)
-    made = MoELayer(Ownership(model, fold), model.moe_layers[0], groups, MoeBackend(dispatch=way, wire=wire), dtype=dtype)
+    with parameters_as("cpu", dtype):
+        made = MoELayer(Ownership(model, fold), model.moe_layers[0], groups, MoeBackend(dispatch=way, wire=wire))
     torch.manual_seed(groups.coordinate["moe"]["ep"])
     for parameter in made.experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
