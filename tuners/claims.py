@@ -31,9 +31,7 @@ class Claims:
     """The trials that this tuner runs, and what it has seen of the heartbeats of others.
 
     The clocks of two hosts may differ by minutes. So only the clock of this process says how long another tuner has been silent.
-
-    Args:
-        clock: returns the seconds of a clock that is never set.
+    `clock` returns the seconds of a clock that is never set.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -49,8 +47,7 @@ class Claims:
     def release_abandoned(self, study: optuna.Study, table: Table) -> bool:
         """End the trials of tuners that are gone, so that their rows are free again. The caller must hold the study's lock.
 
-        Returns:
-            Whether some other tuner may be gone; later calls will tell.
+        Return whether some other tuner may be gone; later calls will tell.
         """
         doubtful = False
         for trial in read_trials(study, table, [TrialState.RUNNING]):
@@ -69,12 +66,12 @@ class Claims:
         """Return for how many seconds the owner of a trial has been silent; infinity if it has surely ended."""
         record, now = trial.record, self._clock()
         host, _, pid = (record.owner or "").rpartition(":")
-        here = host == socket.gethostname() and pid.isdigit()
-        if record.owner is None or (here and not Path(f"/proc/{pid}").exists()):
+        on_this_host = host == socket.gethostname() and pid.isdigit()
+        if record.owner is None or (on_this_host and not Path(f"/proc/{pid}").exists()):
             return math.inf
         if trial.trial_id in self._own:
             return 0.0
-        beat, since = self._seen.get(trial.trial_id, (record.seen, now if here else now - _DOUBTFUL_S))
+        beat, since = self._seen.get(trial.trial_id, (record.seen, now if on_this_host else now - _DOUBTFUL_S))
         self._seen[trial.trial_id] = (record.seen, since if beat == record.seen else now)
         return now - self._seen[trial.trial_id][1]
 

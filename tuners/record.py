@@ -30,11 +30,7 @@ class _Record(BaseModel):
 
     @classmethod
     def of_attributes(cls, attributes: Mapping[str, Any]) -> Self:
-        """Read a record. Attributes that this version does not know are ignored.
-
-        Raises:
-            ValidationError: an attribute has another type than its field.
-        """
+        """Read a record. Attributes that this version does not know are ignored."""
         return cls(**{name: attributes[name] for name in cls.model_fields if name in attributes})
 
     def as_attributes(self) -> dict[str, Any]:
@@ -99,11 +95,7 @@ class TrialRecord(_Record):
 
 
 class Comparison(_Record):
-    """The final comparison of a study. The other fields are those of `Gain`.
-
-    Args:
-        row: index into the table's rows of the setting that was compared with the unchanged recipe.
-    """
+    """The final comparison of a study: the table's row that was compared with the unchanged recipe, and its `Gain`."""
 
     row: int
     times: Positive
@@ -198,11 +190,7 @@ def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None =
 
 
 def read_study(study: optuna.Study) -> StudyRecord:
-    """Read the facts about a study.
-
-    Raises:
-        UserError: an attribute has another type than this version writes.
-    """
+    """Read the facts about a study. Refuse attributes of other types than this version writes."""
     try:
         return StudyRecord.of_attributes(study.user_attrs)
     except ValidationError as error:

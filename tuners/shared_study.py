@@ -29,12 +29,7 @@ class SharedStudy:
     """The study of a recipe. It is created if it does not exist.
 
     The first trials of a new study measure the rows with the best predictions or, without predictions, the unchanged recipe.
-
-    Args:
-        url: URL of the storage.
-
-    Raises:
-        UserError: the storage cannot be opened, the study belongs to another recipe or space, or the study cannot be read.
+    `url` is that of the storage.
     """
 
     def __init__(self, recipe: Recipe, table: Settings, predictions: Predictions | None, url: str):
@@ -87,11 +82,9 @@ class SharedStudy:
         return known
 
     def gain(self, row: int, pairs: int, measure: Callable[[], Gain]) -> Gain:
-        """Return the final comparison of a row of the table. The first tuner calls `measure` for all tuners.
+        """Return the final comparison of the table's row that won. The first tuner calls `measure` for all tuners.
 
-        Args:
-            row: the row that won.
-            pairs: pairs of turns to compare. A comparison with fewer pairs is made again.
+        A comparison with fewer `pairs` of turns is made again.
         """
         with self._lock():
             known = read_study(self.study).comparison
@@ -114,13 +107,13 @@ class SharedStudy:
 
     def _begin(self) -> None:
         """Enqueue the first trials of a new study. Refuse a study of another recipe or space."""
-        own, known = _fingerprint(self._table, self._spec.second), read_study(self.study).space
-        if known == own:
+        fingerprint, known = _fingerprint(self._table, self._spec.second), read_study(self.study).space
+        if known == fingerprint:
             return
         if known is not None:
             rule = "is a study of another recipe or another space; choose another name"
             raise UserError("tune.study", self._spec.study, rule)
-        write_study(self.study, StudyRecord(space=own))
+        write_study(self.study, StudyRecord(space=fingerprint))
         table = self._table
         if self._predictions is None:
             first = [table.number[table.default]] if table.default in table.number else []

@@ -57,18 +57,14 @@ class FoldTuner:
     def predictions(self) -> Predictions | None:
         total = len(self.table.rows)
 
-        def told(done: int) -> None:
+        def notify(done: int) -> None:
             self._notify(lambda watcher: watcher.on_predicted(done, total))
 
-        return predict_rows(self.table, self.hardware, told) if self.hardware else None
+        return predict_rows(self.table, self.hardware, notify) if self.hardware else None
 
     @cached_property
     def shared(self) -> SharedStudy:
-        """The study. The first use opens it.
-
-        Raises:
-            UserError: see `SharedStudy`.
-        """
+        """The study. The first use opens it."""
         return SharedStudy(self.recipe, self.table, self.predictions, self.url)
 
     @property
@@ -130,11 +126,11 @@ class FoldTuner:
             except BaseException as error:
                 errors.append(error)
 
-        others = [threading.Thread(target=work, args=(bench,), daemon=True) for bench in benches[1:]]
-        for thread in others:
+        threads = [threading.Thread(target=work, args=(bench,), daemon=True) for bench in benches[1:]]
+        for thread in threads:
             thread.start()
         work(benches[0])
-        for thread in others:
+        for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
@@ -222,11 +218,7 @@ class FoldTuner:
 
 
 def _fastest(trials: Sequence[StoredTrial]) -> StoredTrial:
-    """Return the fastest feasible trial that was measured to its end.
-
-    Raises:
-        RuntimeError: no trial is feasible and was measured to its end.
-    """
+    """Return the fastest feasible trial that was measured to its end."""
     candidates = [
         trial for trial in trials if trial.state == TrialState.COMPLETE and trial.was_measured and trial.record.feasible
     ]

@@ -65,7 +65,7 @@ class Table(Generic[Row]):
         features: list[float] = []
         for name, values in self._values.items():
             value = params[name]
-            features += [float(value == other) for other in values] if isinstance(value, str) else [math.log2(value)]
+            features += [float(value == name) for name in values] if isinstance(value, str) else [math.log2(value)]
         return np.array(features)
 
 
