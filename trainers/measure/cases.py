@@ -44,6 +44,9 @@ def _route(**settings: Any) -> Change:
     return lambda values, recipe: values["model"]["router"].update(settings)
 
 
+_nothing = _set("model")
+
+
 def _idle(values: Values, recipe: Recipe) -> None:
     values["model"].update(topk=1, experts=32 * recipe.placed_fold.ep)
 
@@ -59,8 +62,8 @@ def _accumulated(values: Values, recipe: Recipe) -> None:
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
-        Case("as it is", "gradients whose scale depends on the parallel sizes", _set("model")),
-        Case("masked tokens", "means over ranks instead of tokens; masks that are cut by the wrong group", _set("model"), True),
+        Case("as it is", "gradients whose scale depends on the parallel sizes", _nothing),
+        Case("masked tokens", "means over ranks instead of tokens; masks that are cut by the wrong group", _nothing, masked=True),
         Case("documents", "attention across documents where sequences are cut", _set("data", mask_documents=True)),
         Case("window", "windows that end where a slice or a rank ends", _set("model", windows=["sliding:8"])),
         Case("router", "router gradients that are detached, or scaled by EP", _route(balance_loss=0.0, z_loss=0.0)),
