@@ -50,14 +50,13 @@ def main() -> int:
 
 
 def table(outcomes: dict[tuple[str, str], Outcome]) -> Table:
-    """Return a table with a row for every fault and moment."""
-    drawn = Table(box=None, pad_edge=False)
+    rows = Table(box=None, pad_edge=False)
     for name in ("fault", "moment", "told", "seconds", "steps lost", "code", "wrong"):
-        drawn.add_column(name, justify="right" if name in ("seconds", "steps lost", "code") else "left")
+        rows.add_column(name, justify="right" if name in ("seconds", "steps lost", "code") else "left")
     for (fault, moment), outcome in outcomes.items():
         figures = f"{outcome.seconds:.1f}", str(outcome.lost), str(outcome.code)
-        drawn.add_row(fault, moment, outcome.told or "–", *figures, "; ".join(outcome.wrong) or "nothing")
-    return drawn
+        rows.add_row(fault, moment, outcome.told or "–", *figures, "; ".join(outcome.wrong) or "nothing")
+    return rows
 
 
 if __name__ == "__main__":

@@ -172,7 +172,6 @@ def measured(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def report_peaks(run: dict[str, Any]) -> None:
-    """Print the table of peak memory."""
     print(f"{'MiB':<22}{'at most':>9}{'min':>9}{'max':>9}{'before':>9}{'× first':>9}")
     first = next(iter(run["peaks"].values()))["peak_mib"]["median"]
     for name, result in run["peaks"].items():
@@ -182,7 +181,6 @@ def report_peaks(run: dict[str, Any]) -> None:
 
 
 def report(run: dict[str, Any]) -> None:
-    """Print the table of one link."""
     link = f"link {run['link_mbit']:.0f} Mbit/s" if run["link_mbit"] else "no link"
     ratio = run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
     print(f"{link}, all-to-alls alone {ratio:.2f} × computation alone")

@@ -162,7 +162,6 @@ class Worker:
                 bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
 
     def tell(self, text: str) -> None:
-        """Show the progress."""
         if self.rank == 0:
             print(f"\r{text:<60}", end="", file=sys.stderr)
 
@@ -228,7 +227,6 @@ class Worker:
             self.model.block(layer).attention.ring = ring
 
     def reduce_alone(self) -> dict[str, float]:
-        """Run only the reductions of a step."""
         begin = time.perf_counter()
         self.gradients.reduce()
         milliseconds = (time.perf_counter() - begin) * 1e3

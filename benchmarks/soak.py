@@ -130,13 +130,13 @@ def differing(folder: Path) -> list[int]:
 
 
 def table(faults: list[dict[str, Any]]) -> Table:
-    drawn = Table(box=None, pad_edge=False)
+    rows = Table(box=None, pad_edge=False)
     for name in ("minute", "fault", "told", "seconds", "steps lost"):
-        drawn.add_column(name, justify="left" if name in ("fault", "told") else "right")
+        rows.add_column(name, justify="left" if name in ("fault", "told") else "right")
     for fault in faults:
         lost = f"{fault['lost']}{' (!)' if fault['lost'] > 3 * EVERY else ''}"
-        drawn.add_row(f"{fault['at'] / 60:.1f}", fault["fault"], fault["told"] or "–", f"{fault['seconds']:.0f}", lost)
-    return drawn
+        rows.add_row(f"{fault['at'] / 60:.1f}", fault["fault"], fault["told"] or "–", f"{fault['seconds']:.0f}", lost)
+    return rows
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ def _step_and_memory(trial: StoredTrial) -> tuple[float, float]:
 
 
 def draw_importance(importance: Mapping[str, float], path: Path) -> None:
-    """Draw each knob's share of the variance between trials."""
     figure, axes = _figure("What mattered: share of the differences between trials", (7, 0.9 + 0.34 * len(importance)))
     names = sorted(importance, key=importance.__getitem__)
     axes.barh(names, [importance[name] for name in names], color=BLUE)

@@ -34,7 +34,6 @@ class _Record(BaseModel):
         return cls(**{name: attributes[name] for name in cls.model_fields if name in attributes})
 
     def as_attributes(self) -> dict[str, Any]:
-        """Return the fields that were set, as JSON values."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 

@@ -70,7 +70,6 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def gain_line(outcome: Outcome) -> str:
-    """Return the gain as a sentence."""
     gain = outcome.gain
     if gain is None:
         return "The recipe as it stands is the best that was tried."
@@ -80,7 +79,6 @@ def gain_line(outcome: Outcome) -> str:
 
 
 def trials_table(outcome: Outcome) -> str:
-    """Return a table of all trials for the terminal, the fastest first."""
     lines = [f"{'trial':>5}{'ms':>10}{'±':>7}{'predicted':>11}{'× bound':>9}  setting"]
     for trial in _fastest_first(outcome):
         cells = _Cells.of(trial)

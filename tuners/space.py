@@ -63,7 +63,6 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
-        """Return the setting of an unchanged recipe."""
         schedule = recipe.schedule
         sizes = {axis: getattr(recipe.fold, axis) for axis in _AXES}
         if recipe.placement is not None:

@@ -64,7 +64,6 @@ class FoldTuner:
 
     @cached_property
     def shared(self) -> SharedStudy:
-        """The study. The first use opens it."""
         return SharedStudy(self.recipe, self.table, self.predictions, self.url)
 
     @property
@@ -218,7 +217,6 @@ class FoldTuner:
 
 
 def _fastest(trials: Sequence[StoredTrial]) -> StoredTrial:
-    """Return the fastest feasible trial that was measured to its end."""
     candidates = [
         trial for trial in trials if trial.state == TrialState.COMPLETE and trial.was_measured and trial.record.feasible
     ]

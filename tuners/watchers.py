@@ -210,5 +210,4 @@ def _picture_of_trial(folder: Path, trial: int) -> Path:
 
 
 def artifact_folder(folder: Path) -> Path:
-    """Return the folder of the pictures for Optuna's dashboard, inside the study's folder."""
     return folder / "artifacts"

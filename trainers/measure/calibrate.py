@@ -37,7 +37,6 @@ def write_hardware(field: str, path: Path, hardware: Hardware) -> None:
 
 
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Measure on a worker. The first worker returns the content of the file."""
     recipe, groups, device = workers.worker(config)
     node = int(ray.get_runtime_context().get_node_id()[:15], 16)
     hardware = measured(recipe, groups, device, config["hardware_name"], node)

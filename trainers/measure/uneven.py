@@ -52,7 +52,6 @@ def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Pa
 
 
 def _skewed(recipe: Recipe, skew: float) -> ModelSpec:
-    """Return a recipe's model with another pattern."""
     document = recipe.model_dump(mode="json")
     document["model"]["router"]["skew"] = skew
     return Recipe.parse(document).model
@@ -85,7 +84,6 @@ def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _route_by(engine: Engine, model: ModelSpec) -> None:
-    """Let the pattern of a model choose the experts."""
     for _, router in engine.model.routers():
         assert model.router.skew is not None
         router.pattern = Pattern(model.experts, model.topk, model.router.skew)

@@ -157,7 +157,6 @@ def _case_table(checked: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compared(recipe: Recipe, differences: Mapping[str, Any]) -> Verification:
-    """Return the workers' differences as a `Verification`."""
     wide = as_checked(recipe)
     return Verification(
         dtype=wide.precision, precision=recipe.precision, changed=_changed(recipe, wide), engine=recipe.engine.kind,

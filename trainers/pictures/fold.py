@@ -146,7 +146,6 @@ def _colors(fold: Fold) -> dict[int, Color]:
 
 
 def _draw_names(axes: Axes, panel: _Panel, left: float) -> None:
-    """Write the names of the grid and of its columns."""
     axes.text(left, 1.08, panel.name, fontsize=12.5, weight="bold", color=INK, va="center")
     table, boxes = panel.tables[0], len(panel.tables[0].rows[0][1])
     starts = [left + start for start in panel.columns]
