@@ -91,7 +91,7 @@ class Bench:
         self.reference, self._nodes, self._measure_turn = reference, nodes, measure_turn
         self._ranks: Ranks | None = None
 
-    def measure(self, recipe: Recipe, record: bool = True) -> Iterator[Measurement]:
+    def measure(self, recipe: Recipe) -> Iterator[Measurement]:
         """Yield the measurements so far after every turn. The caller may stop after any turn. The last one records a step.
 
         Raises:
@@ -148,7 +148,6 @@ class Gain:
     Args:
         times: step time of the unchanged recipe over that of the winner, the median of all pairs of neighbouring turns.
         low, high: the 95 % interval of `times`, by resampling the pairs.
-        pairs: number of pairs.
     """
 
     times: float
@@ -171,10 +170,8 @@ def measure_gain(bench: Bench, recipe: Recipe, pairs: int) -> Gain:
 def disjoint_nodes(workers: int, alive: list[dict[str, Any]], needs: dict[str, float], most: int) -> list[list[str]]:
     """Return disjoint sets of node ids. The nodes of every set have room for all workers.
 
-    Args:
-        alive: nodes as `ray.nodes` returns them.
-        needs: resources that one worker needs, by name.
-        most: largest number of sets. There may be room for fewer.
+    `alive` has nodes as `ray.nodes` returns them, and `needs` the resources of one worker. There may be room for fewer sets
+    than `most`.
     """
     sets: list[list[str]] = []
     free = [(node["NodeID"], min(int(node["Resources"].get(name, 0) // need) for name, need in needs.items())) for node in alive]

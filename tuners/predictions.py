@@ -21,12 +21,7 @@ _MOST_SIMULATED = 500  # rows; for a larger table the planner simulates parts of
 
 
 class Predictions(NamedTuple):
-    """Predictions by the index of the row.
-
-    Args:
-        seconds: seconds of a step.
-        peak_bytes: memory of the fullest rank, in bytes.
-    """
+    """The seconds of a step and the bytes of the fullest rank, by the index of the row."""
 
     seconds: list[float]
     peak_bytes: list[float]

@@ -109,8 +109,6 @@ class StudyRecord(_Record):
     Args:
         space: hash of the study's recipe and table of settings.
         reference_s: seconds of a step of the unchanged recipe at the study's start.
-        comparison: the final comparison of the setting that won.
-        mlflow_run_id: id of the study's run in MLflow.
     """
 
     space: str | None = None
@@ -179,9 +177,7 @@ def write_trial(trial: optuna.Trial, record: TrialRecord) -> None:
 def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None = None) -> None:
     """Tell Optuna whether a trial is feasible, for its dashboard and its front of best trials.
 
-    Args:
-        ran: whether the setting ran.
-        excess_gib: GiB above the memory limit, negative below it; None if there is no limit.
+    `excess_gib` is above the memory limit, negative below it, and None if there is no limit.
     """
     trial.set_constraint("runs", -1.0 if ran else 1.0)
     if excess_gib is not None:

@@ -34,10 +34,7 @@ _SUM_WEIGHT = 0.05  # ParEGO's rho; because of it, a row that is worse at one ob
 class Request(NamedTuple):
     """The input of a sampler for one choice.
 
-    Args:
-        trial: the trial that gets the row.
-        others: the other trials that have a row and were not lost.
-        untried: indices of the rows to choose from, at least one.
+    `others` are the trials beside `trial` that have a row and were not lost. At least one row is untried.
     """
 
     study: optuna.Study
@@ -177,11 +174,9 @@ class TimeAndMemory(ExpectedImprovement):
 
 
 def fit_gaussian_process(features: np.ndarray, values: np.ndarray) -> Any:
-    """Fit scikit-learn's Gaussian process (Matérn kernel, ν = 2.5, a length scale for every feature).
+    """Fit a Gaussian process (Matérn kernel, ν = 2.5, a length scale for every feature).
 
-    Args:
-        features: [measurements, features].
-        values: [measurements].
+    The features are [measurements, features], the values [measurements].
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor

@@ -63,17 +63,13 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
-        schedule = recipe.schedule
-        sizes = {axis: getattr(recipe.fold, axis) for axis in _AXES}
+        keys = {name: key.split(".") for name, key in KEYS.items()}
+        values = {name: getattr(getattr(recipe, section), key) for name, (section, key) in keys.items() if section != "placement"}
+        values["recompute"] = "+".join(recipe.schedule.recompute) or "none"
+        values["sp_bytes"] = recipe.ordering.reduction.most or 0
         if recipe.placement is not None:
-            sizes |= {"attention": recipe.placement.attention, "expert_pp": recipe.placed_fold.moe_pp}
-        ordering = recipe.ordering
-        return cls(
-            **sizes, virtual_stages=schedule.virtual_stages, micro_batch=recipe.training.micro_batch, kind=schedule.kind,
-            degree=schedule.degree, slicing=schedule.slicing, batch_degree=schedule.batch_degree,
-            recompute="+".join(schedule.recompute) or "none", reduction=schedule.reduction, sp_bytes=ordering.reduction.most or 0,
-            dispatch=recipe.moe.dispatch,
-        )._normalized()  # fmt: skip
+            values |= {"attention": recipe.placement.attention, "expert_pp": recipe.placed_fold.moe_pp}
+        return cls(**values)._normalized()
 
     def _normalized(self) -> Setting:
         """Return the same setting, with a fixed value for every key that has no effect."""

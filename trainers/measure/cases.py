@@ -23,12 +23,7 @@ Change = Callable[[Values, Recipe], None]
 
 
 class Case(NamedTuple):
-    """A case.
-
-    Args:
-        fault: the faults that it finds, in a few words.
-        masked: whether some targets do not count, differently many on every worker.
-    """
+    """A case finds faults of one class. With `masked`, some targets do not count, differently many on every worker."""
 
     name: str
     fault: str
