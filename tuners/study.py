@@ -17,12 +17,11 @@ from foldray.recipe import Recipe
 from trainers.cluster import joining
 from trainers.cluster.actors import MEMORY, RankFailure
 from trainers.measure.trial import measure_turn
-from tuners.claims import Heartbeat
 from tuners.measure import Bench, Gain, Measurement, MeasureTurn, disjoint_nodes, measure_gain
 from tuners.outcome import Outcome, Watcher
 from tuners.predictions import Predictions, predict_rows
 from tuners.record import StoredTrial, TrialRecord, write_constraints, write_trial
-from tuners.shared_study import SharedStudy
+from tuners.shared_study import Heartbeat, SharedStudy
 from tuners.space import Setting, Settings, apply_setting
 from tuners.storage import study_folder, study_url
 
