@@ -66,17 +66,17 @@ class Measurement:
         """Whether the setting's whole interval lies above a ratio, so that the difference is more than noise."""
         return self.ratio - self.half_interval > ratio
 
-    def add(self, own: Sequence[Turn], reference: Sequence[Turn]) -> None:
+    def add(self, turns: Sequence[Turn], reference: Sequence[Turn]) -> None:
         """Add one turn of the setting and one of the unchanged recipe, each given by rank."""
-        steps = _slowest(own)
+        steps = _slowest(turns)
         self.seconds.append(steps)
         self.ratios.append(statistics.median(steps) / statistics.median(_slowest(reference)))
-        self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in own))
-        if all_recorded := [rank.recorded for rank in own if rank.recorded]:
+        self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in turns))
+        if all_recorded := [rank.recorded for rank in turns if rank.recorded]:
             graph = all_recorded[0][0].with_chunks_of(graph.chunks for graph, _ in all_recorded)
             self.recorded = graph, [recording for _, recording in all_recorded]
-            self.step_ms = max(rank.step for rank in own)
-            self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in own), max(rank.exposed for rank in own)
+            self.step_ms = max(rank.step for rank in turns)
+            self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in turns), max(rank.exposed for rank in turns)
 
 
 class Bench:
@@ -102,10 +102,10 @@ class Bench:
             record = number == turns - 1
             # The order alternates, so that a steady drift cancels as well.
             if number % 2 == 0:
-                reference, own = self._turn(self.reference), self._turn(recipe, record)
+                reference, setting = self._turn(self.reference), self._turn(recipe, record)
             else:
-                own, reference = self._turn(recipe, record), self._turn(self.reference)
-            measurement.add(own, reference)
+                setting, reference = self._turn(recipe, record), self._turn(self.reference)
+            measurement.add(setting, reference)
             yield measurement
 
     def measure_step(self, recipe: Recipe) -> float:

@@ -138,10 +138,10 @@ class Settings(Table[Setting]):
 
 def _legal_settings(recipe: Recipe) -> Iterator[Setting]:
     """Return the legal settings. Folds are checked first, because most illegal settings have an illegal fold."""
-    own = Setting.of(recipe)
-    simplest = own._replace(degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)._normalized()
+    unchanged = Setting.of(recipe)
+    simplest = unchanged._replace(degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)._normalized()
     folds = [fold for fold in _bounded(recipe, "folds", _folds(recipe)) if _is_legal(recipe, simplest._replace(**fold))]
-    settings = (setting for fold in folds for setting in _settings_of_fold(recipe, own._replace(**fold)))
+    settings = (setting for fold in folds for setting in _settings_of_fold(recipe, unchanged._replace(**fold)))
     return (setting for setting in _bounded(recipe, "settings", settings) if _is_legal(recipe, setting))
 
 
@@ -194,9 +194,9 @@ def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
     cuts = [(kind, 1, 1) for kind in kinds if not (overlap_kind(kind).cuts and overlap_kind(kind).of_stages)]
     # With ep = 1 no token travels, so there is no all-to-all to hide.
-    travels, own = start.ep > 1 or start.attention, (start.kind, start.degree, start.batch_degree)
+    travels, unchanged = start.ep > 1 or start.attention, (start.kind, start.degree, start.batch_degree)
     pieces = itertools.product(kinds, degrees, batch_degrees)
-    cuts += [cut for cut in pieces if overlap_kind(cut[0]).cuts and cut[1] * cut[2] > 1 and (travels or cut == own)]
+    cuts += [cut for cut in pieces if overlap_kind(cut[0]).cuts and cut[1] * cut[2] > 1 and (travels or cut == unchanged)]
     reductions = [(start.reduction, start.sp_bytes)]
     if space.sp_bytes is not None:
         reductions = [("chunks", size) if size else ("end", 0) for size in space.sp_bytes]

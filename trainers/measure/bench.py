@@ -157,10 +157,10 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def recorded(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> tuple[StepGraph, list[Recording]]:
     """Return the last step as all ranks have recorded it, and its graph with the chunks of all positions."""
-    own = Recording(engine.execution.order(graph), trace.spans), graph.chunks
-    of_ranks: list[Any] = [own] * groups.control.size
+    of_this_rank = Recording(engine.execution.order(graph), trace.spans), graph.chunks
+    of_ranks: list[Any] = [of_this_rank] * groups.control.size
     if groups.control.group is not None:
-        dist.all_gather_object(of_ranks, own, group=groups.control.group)
+        dist.all_gather_object(of_ranks, of_this_rank, group=groups.control.group)
     return graph.with_chunks_of(chunks for _, chunks in of_ranks), [recording for recording, _ in of_ranks]
 
 

@@ -46,9 +46,9 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
         if spec.name in local:
-            wanted = expected[engine.model.pieces[spec.name].box]
-            apart = local[spec.name].double() - wanted
-            squares += torch.stack([apart.square().sum(), wanted.square().sum()])
+            piece = expected[engine.model.pieces[spec.name].box]
+            apart = local[spec.name].double() - piece
+            squares += torch.stack([apart.square().sum(), piece.square().sum()])
             difference = torch.where(apart.any(), apart.abs().max() / expected.abs().max(), 0.0)
         largest.append(difference.nan_to_num(nan=math.inf, posinf=math.inf))  # a maximum over ranks may lose NaN
     differences = groups.control.all_reduce(torch.stack(largest), "max").tolist()

@@ -17,27 +17,27 @@ from foldray.planner.space import Space
 from trainers.pictures.canvas import BLUE, INK, ORANGE, PALE_GREY, RED, one_panel, write
 
 
-def draw_plan(found: Found, hardware: Hardware, path: Path) -> None:
+def draw_plan(plans: Found, hardware: Hardware, path: Path) -> None:
     """Draw the best candidates and the front of time and memory."""
     figure, axes = one_panel(11, 6)
     for planned, colour, label, size in (
-        (found.front, ORANGE, "no other candidate is better in both", 60),
-        (found.best, BLUE, "best", 25),
+        (plans.front, ORANGE, "no other candidate is better in both", 60),
+        (plans.best, BLUE, "best", 25),
     ):
         memory, seconds = [plan.memory.total / GIB for plan in planned], [plan.prediction.seconds for plan in planned]
         axes.scatter(memory, seconds, s=size, color=colour, label=label, zorder=3)
-    axes.step([plan.memory.total / GIB for plan in found.front], [plan.prediction.seconds for plan in found.front],
+    axes.step([plan.memory.total / GIB for plan in plans.front], [plan.prediction.seconds for plan in plans.front],
               color=ORANGE, linewidth=1, where="post")  # fmt: skip
     axes.axvline(hardware.memory_gib, color=RED, linestyle=(0, (5, 3)), linewidth=1.2, label=f"{hardware.memory_gib:.0f} GiB")
-    for plan in [found.best[0], *found.front[-1:]]:
+    for plan in [plans.best[0], *plans.front[-1:]]:
         text = f"{plan.candidate.fold}\n{schedule(plan)}"
         point = plan.memory.total / GIB, plan.prediction.seconds
         axes.annotate(text, point, xytext=(8, 8), textcoords="offset points", fontsize=8, color=INK)
     axes.set_xlabel("memory of the rank that needs most (GiB)")
     axes.set_ylabel("step (s), predicted")
-    job = found.best[0].candidate.job
+    job = plans.best[0].candidate.job
     name = job.model.preset or "model"
-    title = f"{name} on {found.best[0].candidate.fold.world_size} × {hardware.name}: {found.legal} legal folds"
+    title = f"{name} on {plans.best[0].candidate.fold.world_size} × {hardware.name}: {plans.legal} legal folds"
     axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False)
     write(figure, path)

@@ -72,17 +72,17 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
     axes.tick_params(axis="y", length=0)
 
 
-def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """Return the parts of spans that no other span covers."""
+def _without(spans: list[Span], covers: list[Span]) -> list[Span]:
+    """Return the parts of spans that no cover covers."""
     uncovered = []
     for span in spans:
         at = span.start
-        for other in others:
-            if other.end <= at or other.start >= span.end:
+        for cover in covers:
+            if cover.end <= at or cover.start >= span.end:
                 continue
-            if other.start > at:
-                uncovered.append(Span(at, other.start))
-            at = max(at, other.end)
+            if cover.start > at:
+                uncovered.append(Span(at, cover.start))
+            at = max(at, cover.end)
         if at < span.end:
             uncovered.append(Span(at, span.end))
     return uncovered

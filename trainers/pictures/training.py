@@ -184,10 +184,10 @@ def _imbalance(figure: Figure, box: Box, history: History, names: list[str]) -> 
     label_right(axes, [(1.0, "even", "", INK), (float(lines[worst][-1]), f"{lines[worst][-1]:.2f}", names[worst], RED)])
 
 
-def _limit(axes: Axes, training: np.ndarray, others: list[float]) -> None:
+def _limit(axes: Axes, training: np.ndarray, values: list[float]) -> None:
     """Limit the y-axis, so that a spike or the first steps do not squeeze the other values into the bottom."""
     finite = training[np.isfinite(training)]
-    shown = [value for value in others if math.isfinite(value)]
+    shown = [value for value in values if math.isfinite(value)]
     if finite.size:
         shown += [float(finite.min()), float(np.percentile(finite, 98)), min(float(finite[0]), 8.5)]
     if shown:
