@@ -1,16 +1,20 @@
-"""Code that several benchmarks of this folder use."""
+"""Code that several benchmarks of this folder use. Importing it lets a script import the folders of the repository."""
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.lab.hosts import Host
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 # By default, glibc returns large free blocks to the kernel, so every step gets new pages, with a page fault for each 4 KiB.
 # With these settings it keeps them, which makes every variant faster. The trainer uses the same settings for its workers.
@@ -18,33 +22,42 @@ if TYPE_CHECKING:
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 
 
-@contextmanager
+def check_lab() -> None:
+    """End the script if this machine cannot have hosts."""
+    from tests.lab.hosts import why_not
+
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no lab on this machine: {reason}")
+
+
 def on_hosts(
-    lab: Sequence[Host], command: Sequence[object], env: Mapping[str, str] = MALLOC, parts: Sequence[Path] = ()
-) -> Iterator[list[subprocess.Popen]]:
-    """Start a command on every host, each on a core of its own, and wait for all of them at the end of the context.
+    lab: Sequence[Host], script: Path, options: Sequence[str], env: Mapping[str, str] = MALLOC, parts: Sequence[Path] = ()
+) -> Any:
+    """Run a script on every host, each on a core of its own, and return the JSON document that the first one writes.
 
     Args:
-        lab: the hosts.
-        command: program, script and arguments; `--worker=NUMBER` is added behind the script.
+        options: what the script gets behind `--worker=NUMBER`, `--store=HOST:PORT` of the first host, and `--result=FILE`.
         env: changes to the environment.
         parts: the control group of every process (`tests/lab/cores.py`); none if empty.
-
-    Raises:
-        SystemExit: a process failed.
     """
     cores = sorted(os.sched_getaffinity(0))
-    workers = [
-        host.popen(
-            [*command[:2], f"--worker={i}", *command[2:]], env=env, cpu=cores[i % len(cores)], part=parts[i] if parts else None
-        )
-        for i, host in enumerate(lab)
-    ]
-    try:
-        yield workers
-        codes = [worker.wait(timeout=3600) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    if any(codes):
-        raise SystemExit(f"the hosts ended with {codes}")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        options = [f"--store={lab[0].address}:29400", f"--result={result}", *options]
+        workers = [
+            host.popen(
+                [sys.executable, script, f"--worker={i}", *options],
+                env=env,
+                cpu=cores[i % len(cores)],
+                part=parts[i] if parts else None,
+            )
+            for i, host in enumerate(lab)
+        ]
+        try:
+            codes = [worker.wait(timeout=3600) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        if any(codes):
+            raise SystemExit(f"the hosts ended with {codes}")
+        return json.loads(result.read_text())

@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import common  # noqa: F401
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.faults import FAULTS
 from tests.lab.host_faults import HOST_FAULTS, on_hosts
@@ -39,27 +37,26 @@ def main() -> int:
     faults, trainings = (HOST_FAULTS, on_hosts) if given.hosts else (FAULTS, here)
     loss = undisturbed(trainings)
     console.print(f"undisturbed: final loss {loss!r}")
-    found: dict[tuple[str, str], Outcome] = {}
+    outcomes: dict[tuple[str, str], Outcome] = {}
     for fault in faults.values():
-        for moment in (each for each in fault.moments if each in moments and re.search(given.only, fault.name)):
-            outcome = found[fault.name, moment] = hurt(fault, moment, loss, trainings)
+        for moment in (moment for moment in fault.moments if moment in moments and re.search(given.only, fault.name)):
+            outcome = outcomes[fault.name, moment] = hurt(fault, moment, loss, trainings)
             console.print(f"{fault.name}, {moment}: {'; '.join(outcome.wrong) or 'as it has to be'} ({outcome.seconds:.0f} s)")
             if given.json:
                 with given.json.open("a") as file:
                     file.write(json.dumps({"fault": fault.name, "moment": moment, **asdict(outcome)}) + "\n")
-    console.print(table(found))
-    return int(any(outcome.wrong for outcome in found.values()))
+    console.print(table(outcomes))
+    return int(any(outcome.wrong for outcome in outcomes.values()))
 
 
-def table(found: dict[tuple[str, str], Outcome]) -> Table:
-    """Return a table with a row for every fault and moment."""
-    drawn = Table(box=None, pad_edge=False)
+def table(outcomes: dict[tuple[str, str], Outcome]) -> Table:
+    rows = Table(box=None, pad_edge=False)
     for name in ("fault", "moment", "told", "seconds", "steps lost", "code", "wrong"):
-        drawn.add_column(name, justify="right" if name in ("seconds", "steps lost", "code") else "left")
-    for (fault, moment), outcome in found.items():
+        rows.add_column(name, justify="right" if name in ("seconds", "steps lost", "code") else "left")
+    for (fault, moment), outcome in outcomes.items():
         figures = f"{outcome.seconds:.1f}", str(outcome.lost), str(outcome.code)
-        drawn.add_row(fault, moment, outcome.told or "–", *figures, "; ".join(outcome.wrong) or "nothing")
-    return drawn
+        rows.add_row(fault, moment, outcome.told or "–", *figures, "; ".join(outcome.wrong) or "nothing")
+    return rows
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ here is measured.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from common import ROOT
 
-from foldray.blueprint import ModelSpec  # noqa: E402
-from foldray.finding import find  # noqa: E402
-from foldray.kinds import ATTENTION, EXCHANGES, EXPERT, HEAD, MERGE, ROUTE  # noqa: E402
-from foldray.schedule import COMPUTE, Op, Overlap, SliceCost, StepGraph, slice_sequence, step_schedule  # noqa: E402
-from foldray.timeline import simulate  # noqa: E402
-from trainers.pictures.timeline import draw_timelines  # noqa: E402
+from foldray.blueprint import ModelSpec
+from foldray.finding import find
+from foldray.kinds import ATTENTION, EXCHANGES, EXPERT, HEAD, MERGE, ROUTE
+from foldray.schedule import COMPUTE, Op, Overlap, SliceCost, StepGraph, slice_sequence, step_schedule
+from foldray.timeline import simulate
+from trainers.pictures.timeline import draw_timelines
 
 SHARES = {ATTENTION: 0.45, ROUTE: 0.03, EXPERT: 0.5, MERGE: 0.02, HEAD: 0.05}  # of a block's forward
 BLOCKS, MICRO_BATCHES, TOKENS = 2, 4, 4096

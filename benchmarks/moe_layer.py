@@ -23,10 +23,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,14 +63,6 @@ class Times:
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-
-
-class Layer(Protocol):
-    """A layer to measure: x_TH → out_TH."""
-
-    def __call__(self, x_TH: Tensor) -> Tensor: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class GatedMlp(nn.Module):
@@ -117,13 +109,13 @@ def _arguments() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------------------------- layers
 
 
-def build(sizes: Sizes) -> dict[str, Layer]:
+def build(sizes: Sizes) -> dict[str, nn.Module]:
     """Build all layers with the same weights, and return them by name. foldray's layers come first."""
     ours = Foldray(sizes, "grouped")
     loop = Foldray(sizes, "loop")
     loop.load_state_dict(ours.state_dict())
-    layers: dict[str, Layer] = {"foldray": ours, "foldray, torch.mm only": TorchMm(ours), "foldray loop": loop}
-    peers: dict[str, Callable[[], Layer]] = {
+    layers: dict[str, nn.Module] = {"foldray": ours, "foldray, torch.mm only": TorchMm(ours), "foldray loop": loop}
+    peers: dict[str, Callable[[], nn.Module]] = {
         "huggingface grouped_mm": lambda: _huggingface(sizes, ours, "grouped_mm"),
         "huggingface eager": lambda: _huggingface(sizes, ours, "eager"),
         "deepspeed": lambda: _deepspeed(sizes, ours),
@@ -158,13 +150,14 @@ class Foldray(nn.Module):
         return self.layer.router.weight.detach().t(), self.layer.experts.up.detach(), self.layer.experts.down.detach()
 
 
-class Wrapped:
+class Wrapped(nn.Module):
     """A module of another project, with a function that calls it."""
 
     def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]):
-        self.parameters, self.call = module.parameters, call
+        super().__init__()
+        self.module, self.call = module, call
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor) -> Tensor:
         return self.call(x_TH)
 
 
@@ -175,7 +168,7 @@ class TorchMm(Wrapped):
         super().__init__(ours, ours)
 
 
-def _huggingface(sizes: Sizes, ours: Foldray, implementation: str) -> Layer:
+def _huggingface(sizes: Sizes, ours: Foldray, implementation: str) -> nn.Module:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -190,7 +183,7 @@ def _huggingface(sizes: Sizes, ours: Foldray, implementation: str) -> Layer:
     return Wrapped(block, lambda x_TH: block(x_TH[None])[0])
 
 
-def _deepspeed(sizes: Sizes, ours: Foldray) -> Layer:
+def _deepspeed(sizes: Sizes, ours: Foldray) -> nn.Module:
     import deepspeed
     from deepspeed.moe.layer import MoE
 
@@ -209,7 +202,7 @@ def _deepspeed(sizes: Sizes, ours: Foldray) -> Layer:
     return Wrapped(layer, lambda x_TH: layer(x_TH)[0])
 
 
-def _tutel(sizes: Sizes, ours: Foldray) -> Layer:
+def _tutel(sizes: Sizes, ours: Foldray) -> nn.Module:
     _one_process()
     from tutel import moe
 
@@ -238,11 +231,10 @@ def _one_process() -> None:
 
 
 def tokens(sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Make new x_TH and dout_TH."""
     return torch.randn(sizes.tokens, sizes.hidden), torch.randn(sizes.tokens, sizes.hidden)
 
 
-def step(layer: Layer, x_TH: Tensor, dout_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+def step(layer: nn.Module, x_TH: Tensor, dout_TH: Tensor) -> tuple[Tensor, Tensor | None]:
     """Run forward and backward, and return out_TH and dx_TH. All gradients are cleared before."""
     for parameter in layer.parameters():
         parameter.grad = None
@@ -255,12 +247,8 @@ def step(layer: Layer, x_TH: Tensor, dout_TH: Tensor) -> tuple[Tensor, Tensor | 
     return out_TH.detach(), x_TH.grad
 
 
-def check(sizes: Sizes, layers: dict[str, Layer]) -> None:
-    """Check that every layer computes the same output and the same gradient.
-
-    Raises:
-        SystemExit: a layer differs from foldray's reference.
-    """
+def check(sizes: Sizes, layers: dict[str, nn.Module]) -> None:
+    """Check that every layer computes the same output and the same gradient as foldray's reference."""
     x_TH, dout_TH = tokens(sizes)
     reference = step(layers["foldray loop"], x_TH, dout_TH)
     for name, layer in layers.items():
@@ -272,7 +260,7 @@ def check(sizes: Sizes, layers: dict[str, Layer]) -> None:
                 raise SystemExit(f"{name}: the {what} is off by {error:.1e}")
 
 
-def measure(sizes: Sizes, layers: dict[str, Layer], rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
+def measure(sizes: Sizes, layers: dict[str, nn.Module], rounds: int) -> tuple[dict[str, Times], dict[str, float]]:
     """Measure layers and products in turns. Return the layers' times, and the peaks in GFLOP/s."""
     times = {name: Times() for name in layers}
     products = [(kind, shape) for kind in ("torch.mm", "onednn") for shape in _shapes(sizes)]
@@ -314,7 +302,6 @@ def _product(kind: str, shape: tuple[int, int, int]) -> float:
 
 
 def report(sizes: Sizes, times: dict[str, Times], peaks: dict[str, float]) -> None:
-    """Print the table."""
     print(f"{processor()}, one core, torch {torch.__version__}, float32, {sizes}")
     print(f"peak: torch.mm {peaks['torch.mm']:.1f} GFLOP/s, oneDNN {peaks['onednn']:.1f}; {len(times['foldray'].wall)} rounds")
     print(f"{'layer':<24}{'ms':>8}{'min':>8}{'max':>8}{'cpu ms':>8}{'tokens/s':>10}{'% of mm':>9}{'% of best':>11}{'× ours':>8}")

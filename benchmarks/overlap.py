@@ -42,18 +42,14 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from common import MALLOC, check_lab, on_hosts
 
-import torch  # noqa: E402
-from common import MALLOC, on_hosts  # noqa: E402
-
-from foldray.blueprint import ModelSpec  # noqa: E402
-from foldray.runtime.peak import processor  # noqa: E402
+from foldray.blueprint import ModelSpec
+from foldray.runtime.peak import processor
 
 SIZES = {
     "hosts": 2, "batch": 1, "length": 4096, "hidden": 512, "heads": 8, "kv_heads": 8, "inner": 1024, "shared": 0, "blocks": 4,
@@ -65,10 +61,9 @@ SIDES = ("forward_ms", "backward_ms")
 
 def main() -> None:
     args = arguments()
-    from tests.lab.hosts import hosts, why_not
+    from tests.lab.hosts import hosts
 
-    if (reason := why_not()) is not None:
-        raise SystemExit(f"no lab on this machine: {reason}")
+    check_lab()
     runs: list[dict[str, Any]] = []
     if args.peaks or args.hosts == 1:
         with hosts(args.hosts, rate=f"{args.links[0] * 1e6:.0f}bit" if args.links else None) as lab:
@@ -131,19 +126,14 @@ def arguments() -> argparse.Namespace:
 
 def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variants: list[str] | None = None) -> dict[str, Any]:
     """Run a process on every host, each on its own core, and return the result of the first one."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        variants = args.variants if variants is None else variants
-        options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SIZES]
-        options += [f"--rounds={rounds or args.rounds}", f"--store={lab[0].address}:29400", f"--result={result}"]
-        options += ["--peaks"] * args.peaks + ["--gradients"] * (args.gradients and bool(variants))
-        options += [f"--traces={args.traces.absolute()}"] if args.traces else []
-        command = [sys.executable, Path(__file__).with_name("overlap_worker.py"), *options, "--variants", *variants]
-        # With --peaks, larger blocks come from the kernel and return to it at once, so the peak of the process is exact.
-        malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if args.peaks else MALLOC
-        with on_hosts(lab, command, malloc):
-            pass
-        return json.loads(result.read_text())
+    variants = args.variants if variants is None else variants
+    options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SIZES]
+    options += [f"--rounds={rounds or args.rounds}"]
+    options += ["--peaks"] * args.peaks + ["--gradients"] * (args.gradients and bool(variants))
+    options += [f"--traces={args.traces.absolute()}"] if args.traces else []
+    # With --peaks, larger blocks come from the kernel and return to it at once, so the peak of the process is exact.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if args.peaks else MALLOC
+    return on_hosts(lab, Path(__file__).with_name("overlap_worker.py"), [*options, "--variants", *variants], malloc)
 
 
 def model_of(args: argparse.Namespace) -> ModelSpec:
@@ -171,9 +161,9 @@ def over_limit(run: dict[str, Any], name: str) -> float:
 
 def over_alone(run: dict[str, Any], name: str) -> float:
     """Return a variant's step over its computation alone, the median over rounds."""
-    own = run[name]
-    alone = zip(*(own[f"alone_{side}"]["rounds"] for side in SIDES), strict=True)
-    return statistics.median(step / sum(sides) for step, sides in zip(own["step_ms"]["rounds"], alone, strict=True))
+    result = run[name]
+    alone = zip(*(result[f"alone_{side}"]["rounds"] for side in SIDES), strict=True)
+    return statistics.median(step / sum(sides) for step, sides in zip(result["step_ms"]["rounds"], alone, strict=True))
 
 
 def measured(run: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +172,6 @@ def measured(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def report_peaks(run: dict[str, Any]) -> None:
-    """Print the table of peak memory."""
     print(f"{'MiB':<22}{'at most':>9}{'min':>9}{'max':>9}{'before':>9}{'× first':>9}")
     first = next(iter(run["peaks"].values()))["peak_mib"]["median"]
     for name, result in run["peaks"].items():
@@ -192,8 +181,9 @@ def report_peaks(run: dict[str, Any]) -> None:
 
 
 def report(run: dict[str, Any]) -> None:
-    """Print the table of one link."""
-    print(f"{link_of(run)}, all-to-alls alone {ratio(run):.2f} × computation alone")
+    link = f"link {run['link_mbit']:.0f} Mbit/s" if run["link_mbit"] else "no link"
+    ratio = run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
+    print(f"{link}, all-to-alls alone {ratio:.2f} × computation alone")
     print(f"{'':<22}{'ms':>8}{'min':>8}{'max':>8}{'limit':>8}{'× limit':>9}{'× C':>8}", end="")
     print(f"{'forward':>9}{'backward':>9}{'exposed':>9}{'simulated':>10}{'seen':>9}")
     for name in (*(key for key in ("C", "X", "G") if key in run), *measured(run)):
@@ -220,19 +210,10 @@ def report(run: dict[str, Any]) -> None:
             print(f"{name}: its core is busy for {run[name]['busy_ms']['median']:.0f} ms")
     for name, (forward, lag, backward, backward_lag) in run["chosen"].items():
         print(f"{name}: forward {forward} {lag}, backward {backward} {backward_lag}")
-    for name, found in run["found"].items():
-        print(f"{name}: found {found['seconds'] * 1e3:.0f} ms, {found['seconds'] / found['bound']:.3f} × the bound; ", end="")
-        print(f"{found['named']} {found['named_seconds'] * 1e3:.0f} ms; keeps {found['kept']} blocks, sequential {found['own']}")
+    for name, best in run["found"].items():
+        print(f"{name}: found {best['seconds'] * 1e3:.0f} ms, {best['seconds'] / best['bound']:.3f} × the bound; ", end="")
+        print(f"{best['named']} {best['named_seconds'] * 1e3:.0f} ms; keeps {best['kept']} blocks, sequential {best['own']}")
     print(flush=True)
-
-
-def ratio(run: dict[str, Any]) -> float:
-    """Return the time of all-to-alls alone over the time of computation alone."""
-    return run["X"]["step_ms"]["median"] / run["C"]["step_ms"]["median"]
-
-
-def link_of(run: dict[str, Any]) -> str:
-    return f"link {run['link_mbit']:.0f} Mbit/s" if run["link_mbit"] else "no link"
 
 
 if __name__ == "__main__":

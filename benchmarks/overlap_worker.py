@@ -149,13 +149,9 @@ class Worker:
             document = {name: _medians(rounds) for name, rounds in results.items()}
             lags = {name: chosen for name, chosen in self.chosen.items() if self._named(name).open and name not in self.found}
             best = {name: [*chosen.forward, *chosen.backward] for name, chosen in lags.items()}
-            more = {
-                "bytes": self.bytes_sent(),
-                "fullest": self.fullest,
-                "chosen": best,
-                "found": {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()},
-            }
-            self.args.result.write_text(json.dumps({**document, **more}))
+            found = {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()}
+            facts = {"bytes": self.bytes_sent(), "fullest": self.fullest, "chosen": best, "found": found}
+            self.args.result.write_text(json.dumps({**document, **facts}))
         self.groups.close()
 
     def balance(self) -> None:
@@ -166,7 +162,6 @@ class Worker:
                 bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
 
     def tell(self, text: str) -> None:
-        """Show the progress."""
         if self.rank == 0:
             print(f"\r{text:<60}", end="", file=sys.stderr)
 
@@ -211,19 +206,19 @@ class Worker:
 
     def compute_alone(self) -> dict[str, float]:
         """Run the uncut blocks without all-to-alls."""
-        silent, ring = self.silent, self.groups.context
-        for layer, each in zip(self.layers, silent, strict=True):
-            layer.exchange = each  # type: ignore[misc]
+        ring = self.groups.context
+        for layer, exchange in zip(self.layers, self.silent, strict=True):
+            layer.exchange = exchange  # type: ignore[misc]
         self._use_ring(SilentRing(ring.size, ring.index))
         self.execution.reduces = False
-        if not silent[0].silent:
+        if not self.silent[0].silent:
             self.step("sequential")
-            for each in silent:
-                each.silent = True
+            for exchange in self.silent:
+                exchange.silent = True
         measured = self.step("sequential")
         self.execution.reduces = self.args.gradients
-        for layer, each in zip(self.layers, silent, strict=True):
-            layer.exchange = each.real  # type: ignore[misc]
+        for layer, exchange in zip(self.layers, self.silent, strict=True):
+            layer.exchange = exchange.real  # type: ignore[misc]
         self._use_ring(ring)
         return measured
 
@@ -232,7 +227,6 @@ class Worker:
             self.model.block(layer).attention.ring = ring
 
     def reduce_alone(self) -> dict[str, float]:
-        """Run only the reductions of a step."""
         begin = time.perf_counter()
         self.gradients.reduce()
         milliseconds = (time.perf_counter() - begin) * 1e3
@@ -240,21 +234,21 @@ class Worker:
 
     def talk_alone(self) -> dict[str, float]:
         """Run only the all-to-alls of a step, all at once, so the link carries as much as it can."""
-        rows = [each.rows() for each in self.silent]
-        x_NH = torch.randn(max(sum(part) for each in rows for part in each), self.spec.hidden)
+        rows = [exchange.rows() for exchange in self.silent]
+        x_NH = torch.randn(max(sum(counts) for both_ways in rows for counts in both_ways), self.spec.hidden)
         tokens = self.args.batch * self.args.length // self.args.cp
         block = torch.randn(tokens, 2 * self.spec.kv_heads * self.spec.head_dim)  # in backward, its gradient is as large
         times = {}
         for direction in ("forward", "backward"):
             dist.barrier()
             begin = time.perf_counter()
-            exchanges = [
+            pendings = [
                 self.groups.tokens.start_all_to_all(x_NH[: sum(leaving)], arriving, leaving)
                 for received, sent in rows * self.args.micro_batches
                 for arriving, leaving in ((received, sent), (sent, received))
             ]
-            exchanges += [self.groups.context.start_all_gather(block) for _ in range(self.spec.layers * self.args.micro_batches)]
-            for pending in exchanges:
+            pendings += [self.groups.context.start_all_gather(block) for _ in range(self.spec.layers * self.args.micro_batches)]
+            for pending in pendings:
                 pending.wait()
             times[f"{direction}_ms"] = (time.perf_counter() - begin) * 1e3
         return {**times, "step_ms": sum(times.values())}

@@ -25,18 +25,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from common import ROOT, check_lab
 
-from foldray.planner.candidate import Candidate  # noqa: E402
-from foldray.planner.costs import OpWork  # noqa: E402
-from foldray.planner.device import Device  # noqa: E402
-from foldray.planner.hardware import Hardware, load_hardware  # noqa: E402
-from foldray.planner.whole import whole_seconds  # noqa: E402
-from foldray.recipe import Recipe  # noqa: E402
-from foldray.refold import as_candidate  # noqa: E402
-from foldray.runtime.peak import processor  # noqa: E402
-from foldray.schedule import LaneSeconds, Op  # noqa: E402
+from foldray.planner.candidate import Candidate
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware, load_hardware
+from foldray.planner.whole import whole_seconds
+from foldray.recipe import Recipe
+from foldray.refold import as_candidate
+from foldray.runtime.peak import processor
+from foldray.schedule import LaneSeconds, Op
 
 RECIPE = "recipes/quickstart.yaml"
 SCHEDULES = ("sequential", "moe_only:4", "aaam:4", "one_a_one_m:2", "one_a_one_m:4", "one_a_one_m:8", "stream:4")
@@ -71,11 +70,10 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from tests.lab.hosts import hosts, why_not
+    from tests.lab.hosts import hosts
     from tests.lab.ray_cluster import ray_cluster
 
-    if (reason := why_not()) is not None:
-        raise SystemExit(f"no lab on this machine: {reason}")
+    check_lab()
     with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{args.link}mbit") as lab, ray_cluster(lab) as cluster:
 
         def run(*command: object) -> None:
@@ -95,7 +93,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overrides(length: int, fold: dict[str, int]) -> list[str]:
-    """Return the changes to the quickstart's recipe."""
     model = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024, "experts": 2, "topk": 1,
              "expert_hidden": 1024, "vocab": 256, "router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}"}  # fmt: skip
     changed = {"training.global_batch": 2, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
@@ -106,15 +103,12 @@ def overrides(length: int, fold: dict[str, int]) -> list[str]:
 class Paced(OpWork):
     """The costs of a candidate whose pipeline positions compute at a pace each.
 
-    Args:
-        plan: the candidate.
-        machines: the calibrated hardware.
-        paces: of each position, the time of computation over that during calibration.
+    The pace is the time of computation over that during calibration.
     """
 
-    def __init__(self, plan: Candidate, machines: Hardware, paces: Sequence[float]):
-        super().__init__(plan, Device.of(plan.job, slowed(machines, max(paces))))
-        self._works = [OpWork(plan, Device.of(plan.job, slowed(machines, pace))) for pace in paces]
+    def __init__(self, candidate: Candidate, machines: Hardware, paces: Sequence[float]):
+        super().__init__(candidate, Device.of(candidate.job, slowed(machines, max(paces))))
+        self._works = [OpWork(candidate, Device.of(candidate.job, slowed(machines, pace))) for pace in paces]
 
     def cost(self, op: Op) -> LaneSeconds:
         """Return the lanes and seconds of an op, at the pace of the position that computes or sends."""
@@ -130,11 +124,11 @@ def slowed(machines: Hardware, pace: float) -> Hardware:
 
 def predicted(recipe: Recipe, machines: Hardware, ranks: Sequence[float]) -> float:
     """Predict the milliseconds of a step, with the paces of all ranks."""
-    plan, fold = as_candidate(recipe), recipe.placed_fold
+    candidate, fold = as_candidate(recipe), recipe.placed_fold
     positions: list[list[float]] = [[] for _ in range(fold.pp)]
     for rank, pace in enumerate(ranks):
         positions[fold.coordinate(rank)["attention"]["pp"]].append(pace)
-    return whole_seconds(plan, Paced(plan, machines, [max(paces) for paces in positions])) * 1e3
+    return whole_seconds(candidate, Paced(candidate, machines, [max(paces) for paces in positions])) * 1e3
 
 
 def row(result: dict[str, Any], machines: Hardware, length: int) -> dict[str, Any]:
@@ -169,30 +163,24 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 def order(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
     """Count the pairs of schedules of one fold whose order the planner predicts, and all such pairs, without the pace."""
     pairs = [pair for pair in itertools.combinations(rows, 2) if pair[0]["fold"] == pair[1]["fold"]]
-    right = sum(
-        (one["measured_ms"]["median"] < other["measured_ms"]["median"]) == (one["plain_ms"] < other["plain_ms"])
-        for one, other in pairs
-    )
+    right = sum((a["measured_ms"]["median"] < b["measured_ms"]["median"]) == (a["plain_ms"] < b["plain_ms"]) for a, b in pairs)
     return right, len(pairs)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from trainers.pictures.canvas import BLUE, one_panel, write
 
-    figure = Figure(figsize=(7, 6), dpi=144, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = one_panel(7, 6)
     most = 1.1 * max(max(result["measured_ms"]["max"], result["predicted_ms"]) for result in rows) / 1e3
-    axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color="#2364aa", alpha=0.1, label="15 % either way")
-    axes.plot([0, most], [0, most], color="#2364aa", linewidth=1)
+    axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color=BLUE, alpha=0.1, label="15 % either way")
+    axes.plot([0, most], [0, most], color=BLUE, linewidth=1)
     for fold in dict.fromkeys(result["fold"] for result in rows):
         rows_of_fold = [result for result in rows if result["fold"] == fold]
         seconds = [result["measured_ms"]["median"] / 1e3 for result in rows_of_fold]
         axes.plot(seconds, [result["predicted_ms"] / 1e3 for result in rows_of_fold], "o", label=fold)
     axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured step (s), medians", ylabel="predicted step (s)")
     axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
 
 
 if __name__ == "__main__":

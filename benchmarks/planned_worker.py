@@ -55,16 +55,9 @@ def main(path: str, rounds: str, hardware: str, length: str, *folds: str) -> Non
 
 
 def recipe(fold: str, schedule: str, length: int) -> Recipe:
-    """Return the recipe of a fold and a schedule."""
     kind, _, degree = schedule.partition(":")
-    changes = [
-        f"schedule.kind={kind}",
-        f"schedule.degree={degree or 1}",
-        "schedule.lag=1",
-        "schedule.backward_lag=1",
-        "engine.kind=torch",
-    ]
-    return Recipe.load(RECIPE, [*overrides(length, FOLDS[fold][0]), *changes])
+    order = [f"schedule.kind={kind}", f"schedule.degree={degree or 1}", "schedule.lag=1", "schedule.backward_lag=1"]
+    return Recipe.load(RECIPE, [*overrides(length, FOLDS[fold][0]), *order, "engine.kind=torch"])
 
 
 def product(state: dict[str, Any], side: int) -> float:

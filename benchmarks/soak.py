@@ -14,18 +14,16 @@ import random
 import shutil
 import signal
 import statistics
-import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401
 import psutil
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.lab.faults import FAULTS
 from tests.lab.hurt import EVERY, Hurt, follow, place
@@ -45,16 +43,16 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the speed over time")
     given, console = parser.parse_args(), Console()
     with place(None) as folder:
-        found = soak(folder, given.minutes * 60.0, given.every, random.Random(given.seed), console)
+        result = soak(folder, given.minutes * 60.0, given.every, random.Random(given.seed), console)
         if given.picture:
             draw_speed(History.read(folder / "metrics.jsonl").speed, given.picture, "half an hour of faults")
-        found["differing"] = differing(folder)
-    console.print(table(found["faults"]))
+        result["differing"] = differing(folder)
+    console.print(table(result["faults"]))
     for key in ("steps", "code", "left", "differing", "memory_mib", "processes"):
-        console.print(f"{key}: {found[key]}")
+        console.print(f"{key}: {result[key]}")
     if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return int(found["code"] != 128 + signal.SIGTERM or bool(found["left"]) or bool(found["differing"]))
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(result["code"] != 128 + signal.SIGTERM or bool(result["left"]) or bool(result["differing"]))
 
 
 def soak(folder: Path, seconds: float, every: float, chance: random.Random, console: Console) -> dict[str, Any]:
@@ -132,13 +130,13 @@ def differing(folder: Path) -> list[int]:
 
 
 def table(faults: list[dict[str, Any]]) -> Table:
-    drawn = Table(box=None, pad_edge=False)
+    rows = Table(box=None, pad_edge=False)
     for name in ("minute", "fault", "told", "seconds", "steps lost"):
-        drawn.add_column(name, justify="left" if name in ("fault", "told") else "right")
+        rows.add_column(name, justify="left" if name in ("fault", "told") else "right")
     for fault in faults:
         lost = f"{fault['lost']}{' (!)' if fault['lost'] > 3 * EVERY else ''}"
-        drawn.add_row(f"{fault['at'] / 60:.1f}", fault["fault"], fault["told"] or "–", f"{fault['seconds']:.0f}", lost)
-    return drawn
+        rows.add_row(f"{fault['at'] / 60:.1f}", fault["fault"], fault["told"] or "–", f"{fault['seconds']:.0f}", lost)
+    return rows
 
 
 if __name__ == "__main__":

@@ -22,38 +22,34 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+from common import check_lab, on_hosts
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from common import on_hosts  # noqa: E402
-
-from foldray.comm import Groups  # noqa: E402
-from foldray.fold import Fold  # noqa: E402
-from foldray.planner.apart import ApartWork, Sides  # noqa: E402
-from foldray.planner.costs import OpWork  # noqa: E402
-from foldray.planner.device import Device  # noqa: E402
-from foldray.planner.hardware import Hardware  # noqa: E402
-from foldray.planner.whole import pass_seconds, simulate_step  # noqa: E402
-from foldray.recipe import Recipe  # noqa: E402
-from foldray.refold import as_candidate  # noqa: E402
-from foldray.runtime import Trace  # noqa: E402
-from foldray.runtime.peak import processor  # noqa: E402
-from foldray.schedule import Op, Span, StepGraph  # noqa: E402
-from trainers.measure.bench import shifted, shown  # noqa: E402
-from trainers.measure.comparison import random_batches  # noqa: E402
-from trainers.measure.meter import Meter  # noqa: E402
-from trainers.measure.speeds import measured  # noqa: E402
-from trainers.pictures.timeline import draw_timelines  # noqa: E402
-from trainers.worker.engines import make_engine  # noqa: E402
+from foldray.comm import Groups
+from foldray.fold import Fold
+from foldray.planner.apart import ApartWork, Sides
+from foldray.planner.costs import OpWork
+from foldray.planner.device import Device
+from foldray.planner.hardware import Hardware
+from foldray.planner.whole import pass_seconds, simulate_step
+from foldray.recipe import Recipe
+from foldray.refold import as_candidate
+from foldray.runtime import Trace
+from foldray.runtime.peak import processor
+from foldray.schedule import Op, Span, StepGraph
+from trainers.measure.bench import shifted, shown
+from trainers.measure.comparison import random_batches
+from trainers.measure.meter import Meter
+from trainers.measure.speeds import measured
+from trainers.pictures.timeline import draw_timelines
+from trainers.worker.engines import make_engine
 
 FOLDER = Path(__file__).parent
 WARM_UP = 3  # rounds. The last two are timed where times are needed: training finds a list twice
@@ -61,9 +57,7 @@ WARM_UP = 3  # rounds. The last two are timed where times are needed: training f
 
 def main() -> None:
     args = arguments()
-    if args.worker is not None:
-        return work(args)
-    on_lab(args)
+    on_lab(args) if args.worker is None else work(args)
 
 
 def arguments() -> argparse.Namespace:
@@ -85,7 +79,7 @@ def arguments() -> argparse.Namespace:
 
 
 def recipes_of(args: argparse.Namespace) -> dict[str, Recipe]:
-    return {each: Recipe.load(args.base, [*args.set, *each.split()]) for each in args.variants}
+    return {changes: Recipe.load(args.base, [*args.set, *changes.split()]) for changes in args.variants}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -98,17 +92,13 @@ def work(args: argparse.Namespace) -> None:
         for name, trace in traces.items():
             draw(recipes[name], trace, predicted[name], args.picture, args.worker)
     if args.worker == 0:
-        seconds = {name: each.seconds for name, each in predicted.items()}
+        seconds = {name: forecast.seconds for name, forecast in predicted.items()}
         args.result.write_text(json.dumps({"steps": steps, "predicted": seconds}))
 
 
 @contextmanager
 def joined(store: str, rank: int, hosts: int) -> Iterator[None]:
-    """Be one of the world of all hosts, with one thread.
-
-    Args:
-        store: HOST:PORT of the first host.
-    """
+    """Be one of the world of all hosts, with one thread. `store` is HOST:PORT of the first host."""
     address, port = store.split(":")
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
     torch.set_num_threads(1)
@@ -130,24 +120,21 @@ def in_turns(
     folds = dict.fromkeys(recipe.placed_fold for recipe in recipes.values())
     groups = {fold: Groups.create(fold, rank) for fold in folds}
     device, steps = torch.device("cpu"), dict[str, list[float]]({name: [] for name in recipes})
-    made = {
-        name: (make_engine(recipe, own, device), random_batches(recipe, own, device), own)
-        for name, recipe in recipes.items()
-        for own in [groups[recipe.placed_fold]]
-    }
+    engines = {name: make_engine(recipe, groups[recipe.placed_fold], device) for name, recipe in recipes.items()}
+    batches = {name: random_batches(recipe, groups[recipe.placed_fold], device) for name, recipe in recipes.items()}
 
     def turn(name: str, trace: Trace | None) -> float:
-        engine, batches, own = made[name]
+        engine, control = engines[name], groups[recipes[name].placed_fold].control
         engine.execution.trace = trace
         dist.barrier()
         begin = time.perf_counter()
-        engine.train(batches)
-        took = own.control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
+        engine.train(batches[name])
+        took = control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
         engine.gradients.zero()  # type: ignore[attr-defined]
         return took.item()
 
     for number in range(WARM_UP + rounds):
-        for name, (engine, _, _) in made.items():
+        for name, engine in engines.items():
             learns = 0 < number < WARM_UP
             took = turn(name, Trace() if learns else None)
             if learns and engine.execution.lacks_costs:
@@ -158,8 +145,8 @@ def in_turns(
                 print(f"round {number}: {name} {took:.2f} s", file=sys.stderr, flush=True)
     for name, trace in (traces or {}).items():
         turn(name, trace)
-    for own in groups.values():
-        own.close()
+    for communicators in groups.values():
+        communicators.close()
     return steps
 
 
@@ -221,9 +208,7 @@ def draw(recipe: Recipe, trace: Trace, predicted: Forecast, path: Path, rank: in
 def table(run: Mapping[str, list[float]], predicted: Mapping[str, float]) -> str:
     """Return a text with the median, the fastest and the slowest step of each recipe, and its speed over the first one.
 
-    Args:
-        run: recipe → seconds of its steps.
-        predicted: recipe → predicted seconds, for those that have a prediction.
+    `run` has the seconds of steps, and `predicted` the predicted seconds of the recipes that have a prediction.
     """
     first = statistics.median(next(iter(run.values())))
     width = max(map(len, run)) + 2
@@ -238,21 +223,17 @@ def table(run: Mapping[str, list[float]], predicted: Mapping[str, float]) -> str
 def on_lab(args: argparse.Namespace) -> None:
     """Run this script on the hosts of a lab, and print and write what the first worker has measured."""
     from tests.lab.cores import part_of_core
-    from tests.lab.hosts import hosts, why_not
+    from tests.lab.hosts import hosts
 
-    if (reason := why_not()) is not None:
-        raise SystemExit(f"no lab on this machine: {reason}")
+    check_lab()
     workers = next(iter(recipes_of(args).values())).cluster.workers
     speeds = args.speeds or [1.0] * workers
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        result, share = Path(folder) / "result.json", args.share * len(os.sched_getaffinity(0)) / workers
+    share = args.share * len(os.sched_getaffinity(0)) / workers
+    with ExitStack() as stack:
         parts = [stack.enter_context(part_of_core(share * speed)) for speed in speeds]
-        own = stack.enter_context(hosts(workers // args.together, rate=f"{args.link}mbit"))
-        lab = [host for host in own for _ in range(args.together)]
-        options = [f"--store={lab[0].address}:29400", f"--result={result}"]
-        with on_hosts(lab, [sys.executable, __file__, *options, *sys.argv[1:]], parts=parts):
-            pass
-        run = json.loads(result.read_text())
+        machines = stack.enter_context(hosts(workers // args.together, rate=f"{args.link}mbit"))
+        lab = [host for host in machines for _ in range(args.together)]
+        run = on_hosts(lab, Path(__file__), sys.argv[1:], parts=parts)
     print(table(run["steps"], run["predicted"]))
     if args.json:
         setting = {"cpu": processor(), "torch": torch.__version__, "command": " ".join(sys.argv), "core": share}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from foldray.errors import MissingPackage, UserError
@@ -23,12 +24,6 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
     """Tune a recipe and print a report. Return 0 on success, and 1 if the measurements failed.
 
     All files that the recipe names are read and checked before the storage or MLflow is opened.
-
-    Args:
-        as_json: print a JSON document instead of the report.
-
-    Raises:
-        UserError: the recipe cannot be tuned here.
     """
     folder, learn = study_folder(recipe), recipe.tune.learn and Path(recipe.tune.learn)
     if learn and not learn.absolute().parent.is_dir():
@@ -37,14 +32,13 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
     runs = MlflowRuns(recipe, folder.parent.parent, folder)
     console = Console(recipe.tune.trials)
     try:
-        outcome = tuner.fit((console, DashboardNotes(folder), runs))
+        with closing(console):
+            outcome = tuner.fit((console, DashboardNotes(folder), runs))
     except RuntimeError as error:
-        console.close()
         runs.close("FAILED", [])
         print(f"foldray: {error}", file=sys.stderr)
         return 1
     except BaseException:
-        console.close()
         runs.close("KILLED", [])
         raise
     files = report.write_report(outcome, tuner.study, folder)
@@ -63,14 +57,7 @@ def tune(recipe: Recipe, as_json: bool = False) -> int:
 def dashboard(recipe: Recipe, host: str, port: int, as_json: bool = False) -> int:
     """Serve Optuna's dashboard of a recipe's study until the user stops it. Print the command that starts MLflow's server.
 
-    Args:
-        recipe: the recipe.
-        host, port: where the dashboard listens.
-        as_json: also print the dashboard's address and the command as a JSON document on standard output.
-
-    Raises:
-        UserError: there is no study yet, or its storage cannot be opened.
-        MissingPackage: `optuna-dashboard` is not installed.
+    With `as_json`, standard output also gets the dashboard's address and the command as a JSON document.
     """
     try:
         from optuna_dashboard import run_server

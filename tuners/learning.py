@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from foldray.errors import UserError
 from foldray.planner.candidate import Candidate
 from foldray.planner.hardware import Hardware, constants
 from foldray.planner.placing import predicted_seconds
 from foldray.refold import as_candidate
+from trainers.measure.calibrate import write_hardware
 from tuners.outcome import Outcome
 from tuners.space import apply_setting
 
@@ -23,11 +23,7 @@ _PULL = 0.05  # weight of the old constants, because a few settings say little a
 
 
 def write_corrected_hardware(hardware: Hardware, outcome: Outcome, path: Path) -> Path:
-    """Write a hardware file with constants that predict the measured steps better. Return its path.
-
-    Raises:
-        UserError: nothing was measured, or the file cannot be written.
-    """
+    """Write a hardware file with constants that predict the measured steps better. Return its path."""
     measured = [
         (as_candidate(apply_setting(outcome.table.recipe, outcome.table.rows[trial.row])), trial.record.seconds)
         for trial in outcome.counted
@@ -36,20 +32,14 @@ def write_corrected_hardware(hardware: Hardware, outcome: Outcome, path: Path) -
     if not measured:
         raise UserError("tune.learn", path, "needs a trial that was measured")
     about = f"{hardware.about}; corrected by {len(measured)} measured settings".lstrip("; ")
-    values = fit_constants(hardware, measured).model_copy(update={"about": about}).model_dump(mode="json")
-    try:
-        path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise UserError("tune.learn", path, f"cannot be written ({error.strerror or error})") from None
+    write_hardware("tune.learn", path, _fitted(hardware, measured).model_copy(update={"about": about}))
     return path
 
 
-def fit_constants(hardware: Hardware, measured: list[tuple[Candidate, float]]) -> Hardware:
+def _fitted(hardware: Hardware, measured: list[tuple[Candidate, float]]) -> Hardware:
     """Fit some constants of a hardware, so that the logarithms of predicted and measured seconds are close.
 
-    Args:
-        hardware: the hardware to start from.
-        measured: pairs of a candidate and the measured seconds of its step.
+    `measured` has pairs of a candidate and the measured seconds of its step.
     """
     from scipy.optimize import least_squares
 

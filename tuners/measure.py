@@ -66,17 +66,17 @@ class Measurement:
         """Whether the setting's whole interval lies above a ratio, so that the difference is more than noise."""
         return self.ratio - self.half_interval > ratio
 
-    def add(self, own: Sequence[Turn], reference: Sequence[Turn]) -> None:
+    def add(self, turns: Sequence[Turn], reference: Sequence[Turn]) -> None:
         """Add one turn of the setting and one of the unchanged recipe, each given by rank."""
-        steps = _slowest(own)
+        steps = _slowest(turns)
         self.seconds.append(steps)
         self.ratios.append(statistics.median(steps) / statistics.median(_slowest(reference)))
-        self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in own))
-        if all_recorded := [rank.recorded for rank in own if rank.recorded]:
-            graph = all_recorded[0][0].with_chunks_of(each.chunks for each, _ in all_recorded)
+        self.peak_bytes = max(self.peak_bytes, *(rank.peak for rank in turns))
+        if all_recorded := [rank.recorded for rank in turns if rank.recorded]:
+            graph = all_recorded[0][0].with_chunks_of(graph.chunks for graph, _ in all_recorded)
             self.recorded = graph, [recording for _, recording in all_recorded]
-            self.step_ms = max(rank.step for rank in own)
-            self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in own), max(rank.exposed for rank in own)
+            self.step_ms = max(rank.step for rank in turns)
+            self.compute_ms, self.exposed_comm_ms = max(rank.compute for rank in turns), max(rank.exposed for rank in turns)
 
 
 class Bench:
@@ -85,40 +85,31 @@ class Bench:
     Args:
         reference: the unchanged recipe, which takes turns with every other recipe.
         nodes: ids of the nodes to measure on; None lets Ray choose them.
-        measure_turn: the function that the ranks run.
     """
 
     def __init__(self, reference: Recipe, nodes: list[str] | None = None, measure_turn: MeasureTurn = measure_turn):
         self.reference, self._nodes, self._measure_turn = reference, nodes, measure_turn
         self._ranks: Ranks | None = None
 
-    def measure(self, recipe: Recipe, record: bool = True) -> Iterator[Measurement]:
-        """Yield the measurements so far after every turn. The caller may stop after any turn.
-
-        Args:
-            record: whether the last turn records the ops of a step.
+    def measure(self, recipe: Recipe) -> Iterator[Measurement]:
+        """Yield the measurements so far after every turn. The caller may stop after any turn. The last one records a step.
 
         Raises:
             RankFailure: a rank ran out of memory or time, was lost, or cannot run the recipe.
-            UserError: the cluster has no room for the ranks.
         """
         turns, measurement = self.reference.tune.turns, Measurement()
         for number in range(turns):
-            record_now = record and number == turns - 1
+            record = number == turns - 1
             # The order alternates, so that a steady drift cancels as well.
             if number % 2 == 0:
-                reference, own = self._turn(self.reference), self._turn(recipe, record_now)
+                reference, setting = self._turn(self.reference), self._turn(recipe, record)
             else:
-                own, reference = self._turn(recipe, record_now), self._turn(self.reference)
-            measurement.add(own, reference)
+                setting, reference = self._turn(recipe, record), self._turn(self.reference)
+            measurement.add(setting, reference)
             yield measurement
 
     def measure_step(self, recipe: Recipe) -> float:
-        """Return the seconds of a step: the median of one turn.
-
-        Raises:
-            RankFailure, UserError: see `measure`.
-        """
+        """Return the seconds of a step: the median of one turn."""
         return statistics.median(_slowest(self._turn(recipe)))
 
     def _turn(self, recipe: Recipe, record: bool = False) -> list[Turn]:
@@ -128,8 +119,8 @@ class Bench:
         try:
             if self._ranks is None:
                 self._ranks = Ranks(self.reference, self._nodes)
-            given = recipe.model_dump(mode="json")
-            return self._ranks.call(self._measure_turn, given, spec.steps, keep, record, timeout=spec.trial_s)
+            values = recipe.model_dump(mode="json")
+            return self._ranks.call(self._measure_turn, values, spec.steps, keep, record, timeout=spec.trial_s)
         except RankFailure:
             self.close()
             raise
@@ -157,7 +148,6 @@ class Gain:
     Args:
         times: step time of the unchanged recipe over that of the winner, the median of all pairs of neighbouring turns.
         low, high: the 95 % interval of `times`, by resampling the pairs.
-        pairs: number of pairs.
     """
 
     times: float
@@ -166,21 +156,13 @@ class Gain:
     pairs: int
 
 
-def measure_gain(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gain:
-    """Measure how many times as fast as the bench's reference a recipe is. A pair is a turn of each.
-
-    Args:
-        pairs: number of pairs, after one pair to warm up.
-        seed: seed of the resampling.
-
-    Raises:
-        RankFailure, UserError: see `Bench.measure`.
-    """
+def measure_gain(bench: Bench, recipe: Recipe, pairs: int) -> Gain:
+    """Measure how many times as fast as the bench's reference a recipe is. A pair is a turn of each; one more warms up."""
     seconds: list[float] = []
     for _ in range(pairs + 1):
         seconds += [bench.measure_step(bench.reference), bench.measure_step(recipe)]
     ratios = [before / after for before, after in list(pairwise(seconds))[::2]][1:]  # the first pair warms up
-    resampled = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    resampled = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(resampled, axis=1), (0.025, 0.975))
     return Gain(statistics.median(ratios), float(low), float(high), len(ratios))
 
@@ -188,10 +170,8 @@ def measure_gain(bench: Bench, recipe: Recipe, pairs: int, seed: int = 0) -> Gai
 def disjoint_nodes(workers: int, alive: list[dict[str, Any]], needs: dict[str, float], most: int) -> list[list[str]]:
     """Return disjoint sets of node ids. The nodes of every set have room for all workers.
 
-    Args:
-        alive: nodes as `ray.nodes` returns them.
-        needs: resources that one worker needs, by name.
-        most: largest number of sets. There may be room for fewer.
+    `alive` has nodes as `ray.nodes` returns them, and `needs` the resources of one worker. There may be room for fewer sets
+    than `most`.
     """
     sets: list[list[str]] = []
     free = [(node["NodeID"], min(int(node["Resources"].get(name, 0) // need) for name, need in needs.items())) for node in alive]

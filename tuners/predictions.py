@@ -21,12 +21,7 @@ _MOST_SIMULATED = 500  # rows; for a larger table the planner simulates parts of
 
 
 class Predictions(NamedTuple):
-    """Predictions by the index of the row.
-
-    Args:
-        seconds: seconds of a step.
-        peak_bytes: memory of the fullest rank, in bytes.
-    """
+    """The seconds of a step and the bytes of the fullest rank, by the index of the row."""
 
     seconds: list[float]
     peak_bytes: list[float]
@@ -36,16 +31,15 @@ class Predictions(NamedTuple):
         return sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[:count]
 
 
-def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None] = lambda done: None) -> Predictions:
+def predict_rows(table: Settings, hardware: Hardware, on_row: Callable[[int], None] = lambda done: None) -> Predictions:
     """Predict the step time and the memory of every row.
 
-    Args:
-        told: is called before every row and at the end, with the number of predicted rows.
+    `on_row` is called before every row and at the end, with the number of predicted rows.
     """
     seconds, peak_bytes = [], []
     shared_by_dispatch = defaultdict[str, Memo](Memo)  # the costs of a job; what its tokens travel for belongs to the job
     for number, row in enumerate(table.rows):
-        told(number)
+        on_row(number)
         candidate = as_candidate(apply_setting(table.recipe, row))
         device = Device.of(candidate.job, hardware)
         if candidate.fold.disjoint:
@@ -56,5 +50,5 @@ def predict_rows(table: Settings, hardware: Hardware, told: Callable[[int], None
         shared = shared_by_dispatch[candidate.job.dispatch]
         peak_bytes.append(ledger(candidate, OpWork(candidate, device, memo=shared).rank).total)
         seconds.append(step_seconds(candidate, device, shared, whole=len(table.rows) <= _MOST_SIMULATED))
-    told(len(table.rows))
+    on_row(len(table.rows))
     return Predictions(seconds, peak_bytes)

@@ -30,15 +30,10 @@ class _Record(BaseModel):
 
     @classmethod
     def of_attributes(cls, attributes: Mapping[str, Any]) -> Self:
-        """Read a record. Attributes that this version does not know are ignored.
-
-        Raises:
-            ValidationError: an attribute has another type than its field.
-        """
+        """Read a record. Attributes that this version does not know are ignored."""
         return cls(**{name: attributes[name] for name in cls.model_fields if name in attributes})
 
     def as_attributes(self) -> dict[str, Any]:
-        """Return the fields that were set, as JSON values."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -99,11 +94,7 @@ class TrialRecord(_Record):
 
 
 class Comparison(_Record):
-    """The final comparison of a study. The other fields are those of `Gain`.
-
-    Args:
-        row: index into the table's rows of the setting that was compared with the unchanged recipe.
-    """
+    """The final comparison of a study: the table's row that was compared with the unchanged recipe, and its `Gain`."""
 
     row: int
     times: Positive
@@ -118,8 +109,6 @@ class StudyRecord(_Record):
     Args:
         space: hash of the study's recipe and table of settings.
         reference_s: seconds of a step of the unchanged recipe at the study's start.
-        comparison: the final comparison of the setting that won.
-        mlflow_run_id: id of the study's run in MLflow.
     """
 
     space: str | None = None
@@ -188,9 +177,7 @@ def write_trial(trial: optuna.Trial, record: TrialRecord) -> None:
 def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None = None) -> None:
     """Tell Optuna whether a trial is feasible, for its dashboard and its front of best trials.
 
-    Args:
-        ran: whether the setting ran.
-        excess_gib: GiB above the memory limit, negative below it; None if there is no limit.
+    `excess_gib` is above the memory limit, negative below it, and None if there is no limit.
     """
     trial.set_constraint("runs", -1.0 if ran else 1.0)
     if excess_gib is not None:
@@ -198,11 +185,7 @@ def write_constraints(trial: optuna.Trial, ran: bool, excess_gib: float | None =
 
 
 def read_study(study: optuna.Study) -> StudyRecord:
-    """Read the facts about a study.
-
-    Raises:
-        UserError: an attribute has another type than this version writes.
-    """
+    """Read the facts about a study. Refuse attributes of other types than this version writes."""
     try:
         return StudyRecord.of_attributes(study.user_attrs)
     except ValidationError as error:

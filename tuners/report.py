@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ def write_report(outcome: Outcome, study: optuna.Study, folder: Path) -> dict[st
     """Write the best recipe, the report and its pictures into a folder. Return the paths by name."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"best": folder / "best.yaml", "report": folder / "report.md", "history": folder / "history.png"}
-    text = yaml.safe_dump(_recipe_without_defaults(outcome), sort_keys=False, allow_unicode=True)
+    values = outcome.recipe.model_dump(mode="json", exclude_defaults=True, exclude={"tune"})
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     files["best"].write_text(f"# {outcome.best}: found by `foldray tune`\n{text}")
     draw_history(outcome.counted, outcome.reference_s, files["history"])
     records = [trial.record for trial in outcome.counted]
@@ -59,7 +61,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     gain = outcome.gain
     return {
         "best": outcome.best._asdict(), "step_time_s": outcome.seconds, "reference_step_time_s": outcome.reference_s,
-        "gain": None if gain is None else {"times": gain.times, "low": gain.low, "high": gain.high, "pairs": gain.pairs},
+        "gain": gain and asdict(gain),
         "trials": [
             {"number": trial.number, "state": trial.state.name.lower(), **trial.record.summary()} for trial in outcome.counted
         ],
@@ -68,7 +70,6 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def gain_line(outcome: Outcome) -> str:
-    """Return the gain as a sentence."""
     gain = outcome.gain
     if gain is None:
         return "The recipe as it stands is the best that was tried."
@@ -78,7 +79,6 @@ def gain_line(outcome: Outcome) -> str:
 
 
 def trials_table(outcome: Outcome) -> str:
-    """Return a table of all trials for the terminal, the fastest first."""
     lines = [f"{'trial':>5}{'ms':>10}{'±':>7}{'predicted':>11}{'× bound':>9}  setting"]
     for trial in _fastest_first(outcome):
         cells = _Cells.of(trial)
@@ -132,12 +132,6 @@ class _Cells(NamedTuple):
 
 def _fastest_first(outcome: Outcome) -> list[StoredTrial]:
     return sorted(outcome.counted, key=lambda trial: trial.record.seconds or float("inf"))
-
-
-def _recipe_without_defaults(outcome: Outcome) -> dict[str, Any]:
-    values = outcome.recipe.model_dump(mode="json", exclude_defaults=True)
-    values.pop("tune", None)
-    return values
 
 
 def _page(outcome: Outcome, importance: Mapping[str, float], files: Mapping[str, str]) -> str:

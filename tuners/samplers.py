@@ -7,6 +7,7 @@ time, so it does not have to learn again what the planner knows. The other sampl
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -18,7 +19,6 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from foldray.recipe.bounds import SamplerName
-from tuners.gaussian_process import expected_improvement, fit_gaussian_process
 from tuners.predictions import Predictions
 from tuners.record import StoredTrial, read_trials
 from tuners.table import Table
@@ -26,17 +26,15 @@ from tuners.table import Table
 _LEAST_GIB = 1 / 1024  # lower bound for the logarithm; a recipe may seem to need no memory if it reuses another's
 _RANDOM_STARTS = 3  # random trials of Optuna's samplers; after their default of 10, few of 15 trials would use the model
 _LEAST_MEASURED = 2  # trials before a Gaussian process is fitted
+_LENGTHS = (0.3, 30.0)  # bounds of its length scales; the features of two rows differ by 1 to 20
+_NOISE = (1e-5, 1e-2)  # bounds of the noise's variance, relative to the variance of the values
 _SUM_WEIGHT = 0.05  # ParEGO's rho; because of it, a row that is worse at one objective and equal at the other never wins
 
 
 class Request(NamedTuple):
     """The input of a sampler for one choice.
 
-    Args:
-        study: the study, for Optuna's samplers.
-        trial: the trial that gets the row.
-        others: the other trials that have a row and were not lost.
-        untried: indices of the rows to choose from, at least one.
+    `others` are the trials beside `trial` that have a row and were not lost. At least one row is untried.
     """
 
     study: optuna.Study
@@ -175,6 +173,32 @@ class TimeAndMemory(ExpectedImprovement):
         return scalarize(values_M2), scalarize(predicted_R2 + shift)
 
 
+def fit_gaussian_process(features: np.ndarray, values: np.ndarray) -> Any:
+    """Fit a Gaussian process (Matérn kernel, ν = 2.5, a length scale for every feature).
+
+    The features are [measurements, features], the values [measurements].
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+
+    matern = Matern(np.full(features.shape[1], 3.0), _LENGTHS, nu=2.5)
+    kernel = ConstantKernel(1.0, (0.1, 10.0)) * matern + WhiteKernel(1e-3, _NOISE)
+    model = GaussianProcessRegressor(kernel, normalize_y=True, n_restarts_optimizer=2, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a scale at its bound: this feature does not matter
+        return model.fit(features, values)
+
+
+def expected_improvement(mean: np.ndarray, deviation: np.ndarray, best: float) -> np.ndarray:
+    """Return E[max(0, best − value)] of every row [rows], for normally distributed values. Smaller values are better."""
+    from scipy.stats import norm
+
+    deviation = np.maximum(deviation, 1e-12)
+    z = (best - mean) / deviation
+    return deviation * (z * norm.cdf(z) + norm.pdf(z))
+
+
 def _rows(trials: Iterable[StoredTrial]) -> list[int]:
     return [trial.row for trial in trials if trial.row is not None]
 
@@ -227,8 +251,7 @@ SAMPLERS: Mapping[SamplerName, Way] = {
 class TableSampler(BaseSampler):
     """An Optuna sampler that lets a `RowSampler` choose among the untried rows.
 
-    Args:
-        predictions: a row counts as tried if another row did not fit and needs no more memory, according to these.
+    A row counts as tried if another row did not fit and needs no more memory, according to the predictions.
     """
 
     def __init__(self, table: Table[Any], sampler: RowSampler, predictions: Predictions | None = None):
@@ -240,7 +263,7 @@ class TableSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        others = [other for other in read_trials(study, self.table) if other.number != trial.number and other.has_row]
+        others = [known for known in read_trials(study, self.table) if known.number != trial.number and known.has_row]
         untried = self.untried_rows(others)
         row = self.sampler.choose(Request(study, trial, others, untried)) if untried else 0
         return self.table.params(self.table.rows[row])
@@ -263,11 +286,7 @@ class TableSampler(BaseSampler):
 def make_sampler(
     name: SamplerName, table: Table[Any], seed: int, predictions: Predictions | None = None, second: bool = False
 ) -> TableSampler:
-    """Make a sampler by its name.
-
-    Args:
-        second: whether memory is a second objective beside time.
-    """
+    """Make a sampler by its name. `second` says whether memory is a second objective beside time."""
     way = SAMPLERS[name]
     make = (second and way.second) or (way.cold if predictions is None else way.sampler)
     return TableSampler(table, make(table, seed, predictions), predictions)

@@ -1,40 +1,60 @@
-"""Opens a study that several tuners may work on at once, and hands out its trials."""
+"""Opens a study that several tuners may work on at once, and hands out its trials.
+
+A killed tuner leaves a running trial behind. A trial's tuner writes heartbeats, so other tuners notice when they stop.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tuners.claims import Claims
+from foldray.urls import told_without
 from tuners.measure import Gain
 from tuners.predictions import Predictions
-from tuners.record import Comparison, StoredTrial, StudyRecord, read_study, read_trial, read_trials, write_study
+from tuners.record import (
+    Comparison,
+    StoredTrial,
+    StudyRecord,
+    TrialRecord,
+    read_study,
+    read_trial,
+    read_trials,
+    write_study,
+    write_trial,
+)
 from tuners.samplers import SAMPLERS, make_sampler
 from tuners.space import Settings
 from tuners.storage import open_storage, storage_lock
+from tuners.table import Table
 
+_HEARTBEAT_S, _DOUBTFUL_S, _SILENT_S = 5.0, 15.0, 60.0
+"""Seconds between heartbeats, and without a heartbeat until a tuner may be gone, and until it counts as gone."""
 _OBJECTIVE, _SECOND_OBJECTIVE = "step time (s)", "memory (GiB)"  # as Optuna's dashboard shows them
+
+_log = logging.getLogger(__name__)
 
 
 class SharedStudy:
     """The study of a recipe. It is created if it does not exist.
 
     The first trials of a new study measure the rows with the best predictions or, without predictions, the unchanged recipe.
-
-    Args:
-        url: URL of the storage.
-
-    Raises:
-        UserError: the storage cannot be opened, the study belongs to another recipe or space, or the study cannot be read.
+    `url` is that of the storage.
     """
 
     def __init__(self, recipe: Recipe, table: Settings, predictions: Predictions | None, url: str):
@@ -87,11 +107,9 @@ class SharedStudy:
         return known
 
     def gain(self, row: int, pairs: int, measure: Callable[[], Gain]) -> Gain:
-        """Return the final comparison of a row of the table. The first tuner calls `measure` for all tuners.
+        """Return the final comparison of the table's row that won. The first tuner calls `measure` for all tuners.
 
-        Args:
-            row: the row that won.
-            pairs: pairs of turns to compare. A comparison with fewer pairs is made again.
+        A comparison with fewer `pairs` of turns is made again.
         """
         with self._lock():
             known = read_study(self.study).comparison
@@ -114,13 +132,13 @@ class SharedStudy:
 
     def _begin(self) -> None:
         """Enqueue the first trials of a new study. Refuse a study of another recipe or space."""
-        own, known = _fingerprint(self._table, self._spec.second), read_study(self.study).space
-        if known == own:
+        fingerprint, known = _fingerprint(self._table, self._spec.second), read_study(self.study).space
+        if known == fingerprint:
             return
         if known is not None:
             rule = "is a study of another recipe or another space; choose another name"
             raise UserError("tune.study", self._spec.study, rule)
-        write_study(self.study, StudyRecord(space=own))
+        write_study(self.study, StudyRecord(space=fingerprint))
         table = self._table
         if self._predictions is None:
             first = [table.number[table.default]] if table.default in table.number else []
@@ -139,3 +157,84 @@ def _fingerprint(table: Settings, second: str | None) -> str:
     about = table.recipe.model_dump(mode="json", exclude={"tune", "name", "tracking", "cluster"})
     about["cluster"] = table.recipe.cluster.model_dump(mode="json", include={"workers", "gpu", "placement"})
     return hashlib.sha256(json.dumps([about, table.rows, *([second] if second else [])]).encode()).hexdigest()[:16]
+
+
+class Claims:
+    """The trials that this tuner runs, and what it has seen of the heartbeats of others.
+
+    The clocks of two hosts may differ by minutes. So only the clock of this process says how long another tuner has been silent.
+    `clock` returns the seconds of a clock that is never set.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._own: set[int] = set()
+        self._seen: dict[int, tuple[float, float]] = {}  # by trial: its newest heartbeat, and when this tuner saw it first
+
+    def claim(self, trial: optuna.Trial) -> None:
+        """Write that this process runs the trial. The caller must hold the study's lock."""
+        write_trial(trial, TrialRecord(owner=f"{socket.gethostname()}:{os.getpid()}", seen=time.time()))
+        self._own.add(trial._trial_id)
+
+    def release_abandoned(self, study: optuna.Study, table: Table) -> bool:
+        """End the trials of tuners that are gone, so that their rows are free again. The caller must hold the study's lock.
+
+        Return whether some other tuner may be gone; later calls will tell.
+        """
+        doubtful = False
+        for trial in read_trials(study, table, [TrialState.RUNNING]):
+            silent_s = self._silent_s(trial)
+            doubtful |= _DOUBTFUL_S <= silent_s <= _SILENT_S
+            if silent_s > _SILENT_S:
+                write_trial(optuna.Trial(study, trial.trial_id), TrialRecord(lost=True, reason="its tuner went away"))
+                study.tell(trial.number, state=TrialState.FAIL)
+        return doubtful
+
+    def wait(self) -> None:
+        """Wait until the tuners that are alive have written their next heartbeats."""
+        time.sleep(_HEARTBEAT_S)
+
+    def _silent_s(self, trial: StoredTrial) -> float:
+        """Return for how many seconds the owner of a trial has been silent; infinity if it has surely ended."""
+        record, now = trial.record, self._clock()
+        host, _, pid = (record.owner or "").rpartition(":")
+        on_this_host = host == socket.gethostname() and pid.isdigit()
+        if record.owner is None or (on_this_host and not Path(f"/proc/{pid}").exists()):
+            return math.inf
+        if trial.trial_id in self._own:
+            return 0.0
+        beat, since = self._seen.get(trial.trial_id, (record.seen, now if on_this_host else now - _DOUBTFUL_S))
+        self._seen[trial.trial_id] = (record.seen, since if beat == record.seen else now)
+        return now - self._seen[trial.trial_id][1]
+
+
+class Heartbeat(threading.Thread):
+    """A thread that writes the heartbeats of a trial. Use it as a context manager around the trial."""
+
+    def __init__(self, trial: optuna.Trial):
+        super().__init__(name="foldray-heartbeat", daemon=True)
+        self._trial, self._ended = trial, threading.Event()
+
+    def run(self) -> None:
+        failed = False
+        while not self._ended.wait(_HEARTBEAT_S):
+            try:
+                write_trial(self._trial, TrialRecord(seen=time.time()))
+                failed = False
+            except optuna.exceptions.UpdateFinishedTrialError:
+                return
+            except Exception as error:  # the storage may answer again before others take the trial
+                if not failed:
+                    reason = told_without(" ".join(str(error).split()))[:160]
+                    _log.warning(
+                        "the heartbeat of trial %d cannot be written (%s); it is tried again", self._trial.number, reason
+                    )
+                failed = True
+
+    def __enter__(self) -> Heartbeat:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()

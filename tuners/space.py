@@ -63,18 +63,13 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
-        """Return the setting of an unchanged recipe."""
-        schedule = recipe.schedule
-        sizes = {axis: getattr(recipe.fold, axis) for axis in _AXES}
+        keys = {name: key.split(".") for name, key in KEYS.items()}
+        values = {name: getattr(getattr(recipe, section), key) for name, (section, key) in keys.items() if section != "placement"}
+        values["recompute"] = "+".join(recipe.schedule.recompute) or "none"
+        values["sp_bytes"] = recipe.ordering.reduction.most or 0
         if recipe.placement is not None:
-            sizes |= {"attention": recipe.placement.attention, "expert_pp": recipe.placed_fold.moe_pp}
-        ordering = recipe.ordering
-        return cls(
-            **sizes, virtual_stages=schedule.virtual_stages, micro_batch=recipe.training.micro_batch, kind=schedule.kind,
-            degree=schedule.degree, slicing=schedule.slicing, batch_degree=schedule.batch_degree,
-            recompute="+".join(schedule.recompute) or "none", reduction=schedule.reduction, sp_bytes=ordering.reduction.most or 0,
-            dispatch=recipe.moe.dispatch,
-        )._normalized()  # fmt: skip
+            values |= {"attention": recipe.placement.attention, "expert_pp": recipe.placed_fold.moe_pp}
+        return cls(**values)._normalized()
 
     def _normalized(self) -> Setting:
         """Return the same setting, with a fixed value for every key that has no effect."""
@@ -93,40 +88,36 @@ class Setting(NamedTuple):
         cut += f" R={self.batch_degree}" if self.batch_degree > 1 else ""
         sizes += [f"attention on {self.attention}"] if self.attention else []
         sizes += [f"experts' PP{self.expert_pp}"] if self.expert_pp > 1 else []
-        more = [] if self.micro_batch == 1 else [f"micro-batch {self.micro_batch}"]
-        more += [] if self.virtual_stages == 1 else [f"{self.virtual_stages} virtual stages"]
-        more += [] if self.recompute == "none" else [f"recomputes {self.recompute}"]
-        more += [] if self.reduction == "end" else [f"{self.reduction} of {in_bytes(self.sp_bytes)}"]
-        more += [] if self.slicing == "time_uniform" else [self.slicing]
-        more += [] if self.dispatch == "assignment" else [f"once to each {self.dispatch}"]
-        return ", ".join([f"{' '.join(sizes) or 'DP'} {self.kind}{cut}", *more])
+        details = [] if self.micro_batch == 1 else [f"micro-batch {self.micro_batch}"]
+        details += [] if self.virtual_stages == 1 else [f"{self.virtual_stages} virtual stages"]
+        details += [] if self.recompute == "none" else [f"recomputes {self.recompute}"]
+        details += [] if self.reduction == "end" else [f"{self.reduction} of {in_bytes(self.sp_bytes)}"]
+        details += [] if self.slicing == "time_uniform" else [self.slicing]
+        details += [] if self.dispatch == "assignment" else [f"once to each {self.dispatch}"]
+        return ", ".join([f"{' '.join(sizes) or 'DP'} {self.kind}{cut}", *details])
 
 
 def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
-    """Return the recipe with another setting.
-
-    Raises:
-        UserError: the setting is illegal.
-    """
-    given = recipe.model_dump()
+    """Return the recipe with another setting. Refuse an illegal one."""
+    values = recipe.model_dump()
     for name, value in setting._asdict().items():
         section, key = KEYS[name].split(".")
         if section != "placement":
-            given[section][key] = value
-    given["fold"]["ep_inside"] = math.gcd(recipe.fold.ep_inside, setting.ep) if setting.dispatch == "rank" else 1
+            values[section][key] = value
+    values["fold"]["ep_inside"] = math.gcd(recipe.fold.ep_inside, setting.ep) if setting.dispatch == "rank" else 1
     if setting.attention:
         experts = recipe.cluster.workers - setting.attention
-        given["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}
-    given["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
-    given["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
+        values["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}
+    values["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
+    values["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
     if setting.degree != recipe.schedule.degree or not overlap_kind(setting.kind).cuts_attention:
-        given["schedule"]["slices"] = None
+        values["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
-        was, row = overlap_kind(recipe.schedule.kind), overlap_kind(setting.kind)
-        given["schedule"] |= {"backward": None, "ahead": None, "alive": None}
-        if row.weights_apart != was.weights_apart:
-            given["schedule"]["weight_gradients"] = "apart" if row.weights_apart else "together"
-    return Recipe.parse(given)
+        values["schedule"] |= {"backward": None, "ahead": None, "alive": None}
+        apart = overlap_kind(setting.kind).weights_apart
+        if apart != overlap_kind(recipe.schedule.kind).weights_apart:
+            values["schedule"]["weight_gradients"] = "apart" if apart else "together"
+    return Recipe.parse(values)
 
 
 class Settings(Table[Setting]):
@@ -135,9 +126,6 @@ class Settings(Table[Setting]):
     Attributes:
         recipe: the unchanged recipe.
         default: the setting of the unchanged recipe. The table lacks it only if a list of the space leaves out its value.
-
-    Raises:
-        UserError: no setting in the space is legal, or there are too many.
     """
 
     def __init__(self, recipe: Recipe):
@@ -150,10 +138,10 @@ class Settings(Table[Setting]):
 
 def _legal_settings(recipe: Recipe) -> Iterator[Setting]:
     """Return the legal settings. Folds are checked first, because most illegal settings have an illegal fold."""
-    own = Setting.of(recipe)
-    simplest = own._replace(degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)._normalized()
+    unchanged = Setting.of(recipe)
+    simplest = unchanged._replace(degree=1, batch_degree=1, virtual_stages=1, micro_batch=1)._normalized()
     folds = [fold for fold in _bounded(recipe, "folds", _folds(recipe)) if _is_legal(recipe, simplest._replace(**fold))]
-    settings = (setting for fold in folds for setting in _settings_of_fold(recipe, own._replace(**fold)))
+    settings = (setting for fold in folds for setting in _settings_of_fold(recipe, unchanged._replace(**fold)))
     return (setting for setting in _bounded(recipe, "settings", settings) if _is_legal(recipe, setting))
 
 
@@ -189,20 +177,16 @@ def _placed_folds(recipe: Recipe) -> Iterator[dict[str, Any]]:
         if not 0 < attention < workers:
             raise UserError("tune.space.attention", attention, "must leave a worker to each half", [f"1…{workers - 1}"])
         halves = []
-        for ranks, (one, other) in ((attention, ("tp", "cp")), (workers - attention, ("ep", "etp"))):
-            sizes = [getattr(space, axis) or divisors(ranks) for axis in (one, other, "pp")]
-            halves.append([each for each in itertools.product(*sizes) if ranks % math.prod(each) == 0])
+        for ranks, axes in ((attention, ("tp", "cp", "pp")), (workers - attention, ("ep", "etp", "pp"))):
+            sizes = [getattr(space, axis) or divisors(ranks) for axis in axes]
+            halves.append([half for half in itertools.product(*sizes) if ranks % math.prod(half) == 0])
         for (tp, cp, pp), (ep, etp, expert_pp) in itertools.product(*halves):
-            axes = dict(zip(_AXES, (tp, cp, pp, ep, etp), strict=True))
-            yield axes | {"attention": attention, "expert_pp": expert_pp}
+            fold = dict(zip(_AXES, (tp, cp, pp, ep, etp), strict=True))
+            yield fold | {"attention": attention, "expert_pp": expert_pp}
 
 
 def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
-    """Yield the settings of a fold.
-
-    Args:
-        start: the setting of the unchanged recipe with this fold.
-    """
+    """Yield the settings of a fold. `start` is the setting of the unchanged recipe with this fold."""
     space = recipe.tune.space
     kinds = space.kind or tuple(dict.fromkeys([*((AF_PIPE.name,) if start.attention else SEARCHED), start.kind]))
     degrees = space.degree or sorted({*DEGREES, start.degree})
@@ -210,9 +194,9 @@ def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
     virtual_stages = (space.virtual_stages or (start.virtual_stages,)) if start.pp > 1 else (1,)
     cuts = [(kind, 1, 1) for kind in kinds if not (overlap_kind(kind).cuts and overlap_kind(kind).of_stages)]
     # With ep = 1 no token travels, so there is no all-to-all to hide.
-    travels, own = start.ep > 1 or start.attention, (start.kind, start.degree, start.batch_degree)
+    travels, unchanged = start.ep > 1 or start.attention, (start.kind, start.degree, start.batch_degree)
     pieces = itertools.product(kinds, degrees, batch_degrees)
-    cuts += [cut for cut in pieces if overlap_kind(cut[0]).cuts and cut[1] * cut[2] > 1 and (travels or cut == own)]
+    cuts += [cut for cut in pieces if overlap_kind(cut[0]).cuts and cut[1] * cut[2] > 1 and (travels or cut == unchanged)]
     reductions = [(start.reduction, start.sp_bytes)]
     if space.sp_bytes is not None:
         reductions = [("chunks", size) if size else ("end", 0) for size in space.sp_bytes]

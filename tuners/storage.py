@@ -27,11 +27,7 @@ _EXAMPLES = ("sqlite:///PATH/tune.db", "journal:///PATH/tune.log", "postgresql+p
 
 
 def study_folder(recipe: Recipe) -> Path:
-    """Return the folder of a study's report and pictures, and of its database unless the recipe names a storage.
-
-    Raises:
-        UserError: the run storage is not a folder that can be written to.
-    """
+    """Return the folder of a study's report and pictures, and of its database unless the recipe names a storage."""
     storage = storage_folder(recipe)
     if "://" in storage:
         raise UserError("cluster.storage", storage, "must be a folder for tuning; a study's pictures are written there")
@@ -41,11 +37,7 @@ def study_folder(recipe: Recipe) -> Path:
 def study_url(recipe: Recipe, folder: Path) -> str:
     """Return the URL of a study's storage. A file has its absolute path, also if the recipe's is relative or begins with `~`.
 
-    Args:
-        folder: folder of the study's database, unless the recipe names a storage.
-
-    Raises:
-        UserError: the path begins with the home of an unknown user.
+    The database is in `folder`, unless the recipe names a storage.
     """
     url = recipe.tune.storage or sqlite_url(folder.absolute() / "tune.db")
     if (path := _path(url)) is None or str(path) in (".", ":memory:"):
@@ -58,12 +50,7 @@ def study_url(recipe: Recipe, folder: Path) -> str:
 
 
 def open_storage(url: str) -> BaseStorage:
-    """Open a storage by its URL; create it if it does not exist.
-
-    Raises:
-        UserError: the storage cannot be opened, or the URL comes from a file that hides its secret.
-        MissingPackage: the database's driver is not installed.
-    """
+    """Open a storage by its URL; create it if it does not exist."""
     refuse_hidden("tune.storage", url)
     try:
         if (path := _path(url)) is not None:
@@ -85,22 +72,15 @@ def open_storage(url: str) -> BaseStorage:
         raise UserError("tune.storage", url, f"cannot be opened ({reason})", _EXAMPLES) from None
 
 
-@contextmanager
-def storage_lock(url: str, name: str) -> Iterator[None]:
-    """Hold a lock of this storage. Other databases than SQLite, PostgreSQL and MySQL have none.
+def storage_lock(url: str, name: str) -> AbstractContextManager[None]:
+    """Return a lock of this storage. Other databases than SQLite, PostgreSQL and MySQL have none.
 
-    Args:
-        name: name of the lock, such as that of a study. A storage in a file has one lock for all names.
+    The name is, for example, that of a study. A storage in a file has one lock for all names.
     """
-    lock: AbstractContextManager[None]
     if _is_server(url):
-        lock = _server_lock(url, name)
-    else:
-        path = _path(url)
-        # Optuna's journal uses the ending .lock.
-        lock = nullcontext() if path is None else _file_lock(Path(f"{path}.turn"))
-    with lock:
-        yield
+        return _server_lock(url, name)
+    path = _path(url)
+    return nullcontext() if path is None else _file_lock(Path(f"{path}.turn"))  # Optuna's journal uses the ending .lock
 
 
 @contextmanager
@@ -150,15 +130,11 @@ def _path(url: str) -> Path | None:
 
 
 def _check_file(path: Path, head: bytes) -> None:
-    """Refuse an existing file that is no storage, before a lock is written beside it. Reading a device might never end.
-
-    Raises:
-        OSError, ValueError: it is not a regular file, or begins otherwise.
-    """
+    """Refuse an existing file that is no storage, before a lock is written beside it. Reading a device might never end."""
     if not path.exists():
         return
     if not path.is_file():
         raise ValueError("it is not a regular file")
     with path.open("rb") as file:
-        if (found := file.read(len(head))) and found != head:
+        if (begin := file.read(len(head))) and begin != head:
             raise ValueError("the file there is something else")

@@ -17,12 +17,11 @@ from foldray.recipe import Recipe
 from trainers.cluster import joining
 from trainers.cluster.actors import MEMORY, RankFailure
 from trainers.measure.trial import measure_turn
-from tuners.claims import Heartbeat
 from tuners.measure import Bench, Gain, Measurement, MeasureTurn, disjoint_nodes, measure_gain
 from tuners.outcome import Outcome, Watcher
 from tuners.predictions import Predictions, predict_rows
 from tuners.record import StoredTrial, TrialRecord, write_constraints, write_trial
-from tuners.shared_study import SharedStudy
+from tuners.shared_study import Heartbeat, SharedStudy
 from tuners.space import Setting, Settings, apply_setting
 from tuners.storage import study_folder, study_url
 
@@ -57,18 +56,13 @@ class FoldTuner:
     def predictions(self) -> Predictions | None:
         total = len(self.table.rows)
 
-        def told(done: int) -> None:
+        def notify(done: int) -> None:
             self._notify(lambda watcher: watcher.on_predicted(done, total))
 
-        return predict_rows(self.table, self.hardware, told) if self.hardware else None
+        return predict_rows(self.table, self.hardware, notify) if self.hardware else None
 
     @cached_property
     def shared(self) -> SharedStudy:
-        """The study. The first use opens it.
-
-        Raises:
-            UserError: see `SharedStudy`.
-        """
         return SharedStudy(self.recipe, self.table, self.predictions, self.url)
 
     @property
@@ -130,11 +124,11 @@ class FoldTuner:
             except BaseException as error:
                 errors.append(error)
 
-        others = [threading.Thread(target=work, args=(bench,), daemon=True) for bench in benches[1:]]
-        for thread in others:
+        threads = [threading.Thread(target=work, args=(bench,), daemon=True) for bench in benches[1:]]
+        for thread in threads:
             thread.start()
         work(benches[0])
-        for thread in others:
+        for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
@@ -222,11 +216,6 @@ class FoldTuner:
 
 
 def _fastest(trials: Sequence[StoredTrial]) -> StoredTrial:
-    """Return the fastest feasible trial that was measured to its end.
-
-    Raises:
-        RuntimeError: no trial is feasible and was measured to its end.
-    """
     candidates = [
         trial for trial in trials if trial.state == TrialState.COMPLETE and trial.was_measured and trial.record.feasible
     ]

@@ -31,7 +31,6 @@ class Table(Generic[Row]):
 
     @cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Optuna's distribution of every parameter."""
         return {name: _distribution(values) for name, values in self._values.items()}
 
     @cached_property
@@ -48,7 +47,6 @@ class Table(Generic[Row]):
         return self._number_by_params.get(tuple(params.get(name) for name in self._values))
 
     def row(self, params: Mapping[str, Any]) -> Row:
-        """Return the row with the parameters of a trial of this table."""
         return self.rows[self._number_by_params[tuple(params[name] for name in self._values)]]
 
     @cached_property
@@ -65,7 +63,7 @@ class Table(Generic[Row]):
         features: list[float] = []
         for name, values in self._values.items():
             value = params[name]
-            features += [float(value == other) for other in values] if isinstance(value, str) else [math.log2(value)]
+            features += [float(value == name) for name in values] if isinstance(value, str) else [math.log2(value)]
         return np.array(features)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from foldray.recipe import Recipe
-from foldray.schedule import Span
+from trainers.measure.bench import shifted
 from trainers.pictures.timeline import draw_timelines
 from trainers.sinks.mlflow_server import TrackingServer, log_recipe
 from tuners import report
@@ -77,9 +77,6 @@ class Console(Watcher):
         self._terminal.print(line, soft_wrap=True)
         self._progress.advance(self._task)
 
-    def on_study_end(self, study: optuna.Study, outcome: Outcome) -> None:
-        self._progress.stop()
-
     def close(self) -> None:
         self._progress.stop()
 
@@ -87,20 +84,25 @@ class Console(Watcher):
 class DashboardNotes(Watcher):
     """Adds a note and a picture of the timeline to every trial in Optuna's dashboard.
 
-    Args:
-        folder: the study's folder, which holds the pictures and the dashboard's copies of them.
+    `folder` is the study's. It holds the pictures and the dashboard's copies of them.
     """
 
     def __init__(self, folder: Path):
-        self._pictures, artifacts = folder / "timelines", artifact_folder(folder)
-        self._pictures.mkdir(parents=True, exist_ok=True)
+        self._folder, artifacts = folder, artifact_folder(folder)
+        _picture_of_trial(folder, 0).parent.mkdir(parents=True, exist_ok=True)
         artifacts.mkdir(parents=True, exist_ok=True)
         self._store = FileSystemArtifactStore(str(artifacts))
 
     def on_measured(self, trial: optuna.Trial, setting: Setting, measurement: Measurement) -> None:
-        path = draw_timeline(self._pictures, trial.number, setting, measurement)
-        if path is not None:
-            upload_artifact(artifact_store=self._store, file_path=str(path), study_or_trial=trial)
+        """Draw the trial's recorded step on the first rank, if a step was recorded."""
+        if measurement.recorded is None:
+            return
+        path = _picture_of_trial(self._folder, trial.number)
+        graph, recordings = measurement.recorded
+        spans = recordings[0].spans
+        rows = {"measured": shifted(spans, min(span.start for span in spans.values()))}
+        draw_timelines(graph, rows, path, f"trial {trial.number}: {setting}")
+        upload_artifact(artifact_store=self._store, file_path=str(path), study_or_trial=trial)
 
     def on_trial_end(self, study: optuna.Study, trial: StoredTrial) -> None:
         from optuna_dashboard import save_note
@@ -117,17 +119,11 @@ class MlflowRuns(Watcher):
     """Logs to MLflow: a run for the study, and inside it a run for every trial.
 
     After the study's run has been created, the first failure of MLflow causes a warning, and the study goes on.
-
-    Args:
-        storage: the run storage.
-        folder: the study's folder, which holds the pictures.
-
-    Raises:
-        UserError: the MLflow server does not answer, or refuses a request.
+    `storage` is the run storage, and `folder` the study's folder, which holds the pictures.
     """
 
     def __init__(self, recipe: Recipe, storage: Path, folder: Path):
-        self._recipe, self._pictures, self._warned = recipe, folder / "timelines", False
+        self._recipe, self._folder, self._warned = recipe, folder, False
         self.server = TrackingServer(recipe, storage)
         self._client, self._experiment_id = self.server.client, self.server.experiment_id
         self._measurements: dict[int, tuple[Setting, Measurement]] = {}
@@ -192,7 +188,7 @@ class MlflowRuns(Watcher):
             self._client.log_metric(run_id, "measured_step_s", seconds, step=number)
         recipe = apply_setting(self._recipe, setting).model_dump(mode="json", exclude={"tune"})
         self._client.log_text(run_id, yaml.safe_dump(recipe, sort_keys=False), "recipe.yaml")
-        picture = self._pictures / f"trial-{trial}.png"
+        picture = _picture_of_trial(self._folder, trial)
         if picture.exists():
             self._client.log_artifact(run_id, str(picture))
 
@@ -209,19 +205,9 @@ def _epoch_ms(moment: datetime | None) -> int | None:
     return None if moment is None else round(moment.timestamp() * 1e3)
 
 
-def draw_timeline(folder: Path, number: int, setting: Setting, measurement: Measurement) -> Path | None:
-    """Draw a trial's recorded step on the first rank. Return the picture's path, or None if no step was recorded."""
-    if measurement.recorded is None:
-        return None
-    path = folder / f"trial-{number}.png"
-    graph, recordings = measurement.recorded
-    spans = recordings[0].spans
-    begin = min(span.start for span in spans.values())
-    rows = {"measured": {op: Span(span.start - begin, span.end - begin) for op, span in spans.items()}}
-    draw_timelines(graph, rows, path, f"trial {number}: {setting}")
-    return path
+def _picture_of_trial(folder: Path, trial: int) -> Path:
+    return folder / "timelines" / f"trial-{trial}.png"
 
 
 def artifact_folder(folder: Path) -> Path:
-    """Return the folder of the pictures for Optuna's dashboard, inside the study's folder."""
     return folder / "artifacts"

@@ -57,7 +57,7 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
 
 
 def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:
-    from trainers.pictures.roofline import draw_roofline
+    from trainers.pictures.plan import draw_roofline
 
     draw_roofline(comparison, space, path)
 

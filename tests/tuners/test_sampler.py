@@ -13,7 +13,6 @@ from optuna.trial import TrialState
 
 from foldray.recipe.bounds import SamplerName
 from tests.tuners.test_space import recipe
-from tuners.gaussian_process import expected_improvement
 from tuners.predictions import Predictions
 from tuners.record import TrialRecord, read_trials, write_trial
 from tuners.samplers import (
@@ -25,6 +24,7 @@ from tuners.samplers import (
     PlannerOrder,
     TimeAndMemory,
     UniformRandom,
+    expected_improvement,
     make_sampler,
 )  # fmt: skip
 from tuners.space import Setting, Settings

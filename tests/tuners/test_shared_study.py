@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.tuners.test_space import recipe
-from tuners import claims
+from tuners import shared_study
 from tuners.measure import Gain
 from tuners.predictions import Predictions
 from tuners.record import StudyRecord, TrialRecord, write_study, write_trial
@@ -131,13 +131,13 @@ def test_a_running_trial_that_cannot_be_read_is_released(tmp_path: Path) -> None
 
 def test_the_last_trial_of_a_tuner_that_may_be_gone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heartbeats of another host have stopped. What its trial leaves is taken, once it counts as gone."""
-    monkeypatch.setattr(claims, "_HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(shared_study, "_HEARTBEAT_S", 0.0)
     shared, seconds = opened(tmp_path, given(trials=1, sampler="random")), itertools.count(0.0, 10.0)
     left = shared.claim_trial()
     assert left is not None
     write_trial(left, TrialRecord(owner="another-host:1"))
     other = opened(tmp_path, given(trials=1, sampler="random"))
-    other._claims = claims.Claims(lambda: next(seconds))
+    other._claims = shared_study.Claims(lambda: next(seconds))
     assert other.claim_trial() is not None
     assert [trial.state for trial in other.trials()] == [TrialState.FAIL, TrialState.RUNNING]
 

@@ -21,10 +21,10 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.tuners.postgres import new_database, server
 from tests.tuners.test_sampler import predictions, table
-from tuners import claims
-from tuners.claims import Claims, Heartbeat
+from tuners import shared_study
 from tuners.record import StoredTrial, TrialRecord, read_trials, write_trial
 from tuners.samplers import PlannerOrder, TableSampler
+from tuners.shared_study import Claims, Heartbeat
 from tuners.storage import open_storage, storage_lock, study_url
 from tuners.study import FoldTuner
 
@@ -169,8 +169,8 @@ def test_heartbeats_go_on_after_errors_of_the_storage(
             raise optuna.exceptions.StorageInternalError("postgresql://me:hush@host/db does not answer")
         enough.set()
 
-    monkeypatch.setattr(claims, "write_trial", write)
-    monkeypatch.setattr(claims, "_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(shared_study, "write_trial", write)
+    monkeypatch.setattr(shared_study, "_HEARTBEAT_S", 0.01)
     with Heartbeat(study.ask(table().distributions)):
         assert enough.wait(60)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [

@@ -37,24 +37,16 @@ _COLUMNS = ("step", "min", "max", "forward", "backward", "compute", "comm", "exp
 def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
     """Measure schedules and print a report. The schedules take turns within a round.
 
-    Args:
-        names: orderings as `named_ordering` reads them. An empty list measures the recipe's own ordering, and those of
-            `DEFAULT` or `APART` that are legal for the recipe.
-        rounds: number of rounds.
-        as_json: print a JSON document instead of a table.
-
-    Raises:
-        UserError: a name is illegal for the recipe, or the recipe cannot run here.
+    The names are read by `named_ordering`. An empty list measures the recipe's own ordering, and those of `DEFAULT` or
+    `APART` that are legal for the recipe.
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
     chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
-    told = f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …"
-    timings = workers.on_workers(recipe, _bench_loop, "bench", told, orderings=list(chosen.values()), rounds=rounds)
-    measured = zip(chosen.values(), timings["measured"], strict=True)
-    results = [_result(recipe, ordering, times) for ordering, times in measured]
-    for result, bound in zip(results, timings["bounds"], strict=True):
-        result["bound_ms"] = bound
+    message = f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …"
+    timings = workers.on_workers(recipe, _bench_loop, "bench", message, orderings=list(chosen.values()), rounds=rounds)
+    measured = zip(chosen.values(), timings["measured"], timings["bounds"], strict=True)
+    results = [{**_result(recipe, ordering, times), "bound_ms": bound} for ordering, times, bound in measured]
     cost = _slice_cost(timings["slices"])
     if as_json:
         print(to_json({"results": results, "slice_cost": cost and cost[:2]}))
@@ -68,13 +60,7 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
 def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: bool = False) -> int:
     """Record a step of the recipe's own schedule, simulate the step from its op times, and draw both.
 
-    Args:
-        picture: PNG to write, if any.
-        trace: Perfetto trace to write, if any.
-        as_json: print a JSON document instead of the drawings.
-
-    Raises:
-        UserError: a file cannot be written, or the recipe cannot run here.
+    `trace` is a Perfetto trace to write.
     """
     if picture is not None:
         check_picture(picture)
@@ -89,7 +75,7 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
         _write(trace, json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
         rows = {f"measured{name}": shifted(ranks[rank], begin) for name, rank in shown(recipe).items()}
-        drawn = rows | {f"simulated{name}": each.spans for name, each in expected.items()}
+        drawn = rows | {f"simulated{name}": simulation.spans for name, simulation in expected.items()}
         write_picture(picture, lambda path: _draw(recipe, graph, drawn, path))
     simulated, bound = next(iter(expected.values())).seconds * 1e3, recorded_bound(graph, recordings) * 1e3
     measured = result["times"]["step_ms"]
@@ -101,8 +87,8 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     for name, rank in shown(recipe).items():
         print(f"the first worker{name}\n{draw_text(graph, ranks[rank])}")
     print(f"\nsimulated from these op times: {simulated:.1f} ms")
-    for name, each in expected.items():
-        print(f"the first worker{name}\n{draw_text(graph, each.spans)}")
+    for name, simulation in expected.items():
+        print(f"the first worker{name}\n{draw_text(graph, simulation.spans)}")
     return 0
 
 
@@ -171,18 +157,17 @@ def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def recorded(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> tuple[StepGraph, list[Recording]]:
     """Return the last step as all ranks have recorded it, and its graph with the chunks of all positions."""
-    own = Recording(engine.execution.order(graph), trace.spans), graph.chunks
-    everyone: list[Any] = [own] * groups.control.size
+    of_this_rank = Recording(engine.execution.order(graph), trace.spans), graph.chunks
+    of_ranks: list[Any] = [of_this_rank] * groups.control.size
     if groups.control.group is not None:
-        dist.all_gather_object(everyone, own, group=groups.control.group)
-    return graph.with_chunks_of(chunks for _, chunks in everyone), [recording for recording, _ in everyone]
+        dist.all_gather_object(of_ranks, of_this_rank, group=groups.control.group)
+    return graph.with_chunks_of(chunks for _, chunks in of_ranks), [recording for recording, _ in of_ranks]
 
 
 def timed_step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device) -> tuple[StepGraph, float, list[Losses]]:
     """Run one step on random text with learning rate 0, which changes no weight.
 
-    Returns:
-        Its graph, its seconds without the update, and its losses on this rank.
+    Return its graph, its seconds without the update, and its losses on this rank.
     """
     batches = random_batches(recipe, groups, device)
     execution = engine.execution
@@ -228,7 +213,7 @@ def _slicing(recipe: Recipe, ordering: Ordering) -> str:
 def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
     """Fit the cost of attention's slices to measured seconds.
 
-    Returns None if too few different slices ran, or if the slices are so short that only the time to start them is measured.
+    Return None if too few different slices ran, or if the slices are so short that only the time to start them is measured.
     """
     cost = SliceCost.measured(timings) if len({timing[:2] for timing in timings}) > 2 else None
     return cost if cost and max(cost[:2]) > 0 else None

@@ -17,26 +17,26 @@ from trainers.telemetry.records import as_json as to_json
 
 
 def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
-    """Measure the workers and write the hardware file.
-
-    Raises:
-        UserError: the file cannot be written, or the recipe cannot run here.
-    """
+    """Measure the workers and write the hardware file."""
     if path.suffix not in (".yaml", ".yml") or not path.absolute().parent.is_dir():
         raise UserError("out", path, "must be a .yaml file in a folder that exists")
-    told = f"measuring {recipe.cluster.workers} workers …"
-    result = workers.on_workers(recipe, _loop, "calibrate", told, by_node=True, hardware_name=path.stem)
+    message = f"measuring {recipe.cluster.workers} workers …"
+    result = workers.on_workers(recipe, _loop, "calibrate", message, by_node=True, hardware_name=path.stem)
     hardware = Hardware.model_validate(result["hardware"])
-    try:
-        path.write_text(yaml.safe_dump(hardware.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise UserError("out", path, f"cannot be written ({error.strerror or error})") from None
+    write_hardware("out", path, hardware)
     print(to_json(hardware.model_dump()) if as_json else _table(hardware, path))
     return 0
 
 
+def write_hardware(field: str, path: Path, hardware: Hardware) -> None:
+    """Write a hardware file. `field` is what the user calls it."""
+    try:
+        path.write_text(yaml.safe_dump(hardware.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise UserError(field, path, f"cannot be written ({error.strerror or error})") from None
+
+
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Measure on a worker. The first worker returns the content of the file."""
     recipe, groups, device = workers.worker(config)
     node = int(ray.get_runtime_context().get_node_id()[:15], 16)
     hardware = measured(recipe, groups, device, config["hardware_name"], node)

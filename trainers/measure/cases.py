@@ -18,45 +18,28 @@ from foldray.recipe import Recipe
 Values = dict[str, Any]
 
 
-class Case(NamedTuple):
-    """A case.
+Change = Callable[[Values, Recipe], None]
+"""Changes the values of a small recipe in place."""
 
-    Args:
-        name: name of the case.
-        fault: the faults that it finds, in a few words.
-        change: changes the values of a small recipe in place.
-        masked: whether some targets do not count, differently many on every worker.
-    """
+
+class Case(NamedTuple):
+    """A case finds faults of one class. With `masked`, some targets do not count, differently many on every worker."""
 
     name: str
     fault: str
-    change: Callable[[Values, Recipe], None]
+    change: Change
     masked: bool = False
 
 
-def _router(**settings: Any) -> Callable[[Values, Recipe], None]:
-    """Return a change of the router, without losses for balance except those in `settings`."""
-    return lambda values, recipe: values["model"]["router"].update(balance_loss=0.0, z_loss=0.0, **settings)
+def _set(section: str, **settings: Any) -> Change:
+    return lambda values, recipe: values[section].update(settings)
 
 
-def _loss(**settings: Any) -> Callable[[Values, Recipe], None]:
-    return lambda values, recipe: values["model"]["router"].update({"balance_loss": 0.0, "z_loss": 0.0, **settings})
+def _route(**settings: Any) -> Change:
+    return lambda values, recipe: values["model"]["router"].update(settings)
 
 
-def _model(**settings: Any) -> Callable[[Values, Recipe], None]:
-    return lambda values, recipe: values["model"].update(settings)
-
-
-def _sigmoid(values: Values, recipe: Recipe) -> None:
-    values["model"]["router"].update(score="sigmoid", softmax="after_topk", normalize=True)
-
-
-def _nothing(values: Values, recipe: Recipe) -> None:
-    pass
-
-
-def _documents(values: Values, recipe: Recipe) -> None:
-    values["data"]["mask_documents"] = True
+_nothing = _set("model")
 
 
 def _idle(values: Values, recipe: Recipe) -> None:
@@ -65,14 +48,6 @@ def _idle(values: Values, recipe: Recipe) -> None:
 
 def _shared(values: Values, recipe: Recipe) -> None:
     values["model"]["shared_hidden"] = 16 * recipe.placed_fold.tp
-
-
-def _dropped(values: Values, recipe: Recipe) -> None:
-    values["model"]["router"].update(capacity_factor=0.5, drop="position", drop_scope="sequence")
-
-
-def _recomputed(values: Values, recipe: Recipe) -> None:
-    values["schedule"]["recompute"] = list(RECOMPUTABLE)
 
 
 def _accumulated(values: Values, recipe: Recipe) -> None:
@@ -84,21 +59,24 @@ CASES: Mapping[str, Case] = {
     for case in (
         Case("as it is", "gradients whose scale depends on the parallel sizes", _nothing),
         Case("masked tokens", "means over ranks instead of tokens; masks that are cut by the wrong group", _nothing, masked=True),
-        Case("documents", "attention across documents where sequences are cut", _documents),
-        Case("window", "windows that end where a slice or a rank ends", _model(windows=["sliding:8"])),
-        Case("router", "router gradients that are detached, or scaled by EP", _router()),
-        Case("balance loss", "a balance loss that counts once per TP, CP or pipeline rank", _loss(balance_loss=1.0)),
-        Case("z-loss", "a z-loss that counts once per TP, CP or pipeline rank", _loss(z_loss=0.1)),
-        Case("sigmoid scores", "scores that are normalised over the wrong experts", _sigmoid),
+        Case("documents", "attention across documents where sequences are cut", _set("data", mask_documents=True)),
+        Case("window", "windows that end where a slice or a rank ends", _set("model", windows=["sliding:8"])),
+        Case("router", "router gradients that are detached, or scaled by EP", _route(balance_loss=0.0, z_loss=0.0)),
+        Case("balance loss", "a balance loss that counts once per TP, CP or pipeline rank", _route(balance_loss=1.0, z_loss=0.0)),
+        Case("z-loss", "a z-loss that counts once per TP, CP or pipeline rank", _route(balance_loss=0.0, z_loss=0.1)),
+        Case("sigmoid scores", "scores that are normalised over the wrong experts",
+             _route(score="sigmoid", softmax="after_topk", normalize=True)),
         Case("idle experts", "experts without tokens: gradients that are missing, or left from before", _idle),
         Case("shared expert", "a shared expert that counts once per TP rank", _shared),
-        Case("tied embedding", "an embedding whose two gradients do not meet", _model(tied_embeddings=True)),
-        Case("further tokens", "later tokens that are those of a rank's own piece", _model(mtp_depth=2)),
-        Case("dropped tokens", "tokens that are dropped by the order of ranks", _dropped),
-        Case("recomputation", "state that counts twice if a forward runs twice", _recomputed),
+        Case("tied embedding", "an embedding whose two gradients do not meet", _set("model", tied_embeddings=True)),
+        Case("further tokens", "later tokens that are those of a rank's own piece", _set("model", mtp_depth=2)),
+        Case("dropped tokens", "tokens that are dropped by the order of ranks",
+             _route(capacity_factor=0.5, drop="position", drop_scope="sequence")),
+        Case("recomputation", "state that counts twice if a forward runs twice",
+             _set("schedule", recompute=list(RECOMPUTABLE))),
         Case("accumulation", "gradients scaled by the number of micro-batches", _accumulated),
     )
-}
+}  # fmt: skip
 """Cases by name, in the order of the table."""
 
 
@@ -110,11 +88,7 @@ class Refused:
 
 
 def case_recipe(case: Case, recipe: Recipe) -> Recipe | Refused:
-    """Return the recipe of a case.
-
-    Args:
-        recipe: a small recipe (`verify.small`).
-    """
+    """Return the recipe of a case. `recipe` is a small one (`verify.small`)."""
     values = recipe.model_dump()
     values["model"]["preset"] = None
     case.change(values, recipe)

@@ -31,12 +31,8 @@ _TINY = 1e-300  # keeps gradients that are all zero from 0 / 0
 def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, masked: bool = False) -> dict[str, Any] | None:
     """Compare the losses, all gradients and their norm of one step with one process, and the loss of an evaluation.
 
-    Args:
-        recipe: its optimizer must be SGD with momentum, whose state after the first step is the gradient.
-        masked: whether the first targets of every sequence do not count; their number is random.
-
-    Returns:
-        The differences on the fold's first rank; None on other ranks.
+    The recipe's optimizer must be SGD with momentum, whose state after the first step is the gradient. `masked`: see
+    `random_batch`. Return the differences on the fold's first rank, and None on other ranks.
     """
     batches = random_batches(recipe, groups, device, masked)
     engine = _by_times(recipe, groups, device, batches)
@@ -50,9 +46,9 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     for spec, expected in _shared(recipe, gradients, groups, device):
         difference = torch.zeros((), dtype=torch.float64, device=device)
         if spec.name in local:
-            wanted = expected[engine.model.pieces[spec.name].box]
-            apart = local[spec.name].double() - wanted
-            squares += torch.stack([apart.square().sum(), wanted.square().sum()])
+            piece = expected[engine.model.pieces[spec.name].box]
+            apart = local[spec.name].double() - piece
+            squares += torch.stack([apart.square().sum(), piece.square().sum()])
             difference = torch.where(apart.any(), apart.abs().max() / expected.abs().max(), 0.0)
         largest.append(difference.nan_to_num(nan=math.inf, posinf=math.inf))  # a maximum over ranks may lose NaN
     differences = groups.control.all_reduce(torch.stack(largest), "max").tolist()
@@ -107,15 +103,11 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
     parameter is not trained, 1 if its gradient is twice too large, and near 0 even with the noise of a low precision. The
     experts of a block count together, because rounding sometimes sends a token to another expert.
 
-    Args:
-        recipe: its optimizer must be plain SGD.
-
-    Returns:
-        The differences on the fold's first rank; None on other ranks.
+    The recipe's optimizer must be plain SGD. Return the differences on the fold's first rank, and None on other ranks.
     """
-    own = random_batches(recipe, groups, device)
-    engine = _by_times(recipe, groups, device, own)
-    local = _changes(engine, own, recipe.optimizer.lr)
+    local_batches = random_batches(recipe, groups, device)
+    engine = _by_times(recipe, groups, device, local_batches)
+    local = _changes(engine, local_batches, recipe.optimizer.lr)
     engine.close()
     first = groups.rank == groups.fold.offset
     changes: Tensors = {}
@@ -135,10 +127,8 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
     sums = groups.control.all_reduce(torch.stack(list(products.values()))).tolist()
     if not first:
         return None
-    ranked = _ranked(
-        (name, abs(product / square - 1) if square else abs(product))
-        for name, (product, square) in zip(products, sums, strict=True)
-    )
+    ratios = zip(products, sums, strict=True)
+    ranked = _ranked((name, abs(product / square - 1) if square else abs(product)) for name, (product, square) in ratios)
     worst = next(iter(ranked))
     return {"update_rel_diff": ranked[worst], "update_worst_parameter": worst}
 
@@ -146,8 +136,7 @@ def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dic
 def random_batch(recipe: Recipe, dp_rank: int, dp: int, m: int, device: torch.device, masked: bool = False) -> Batch:
     """Make a micro-batch of random text, which differs between data-parallel places.
 
-    Args:
-        masked: whether the first targets of every sequence do not count; their number is random. So it is with conversations.
+    With `masked`, the first targets of every sequence do not count; their number is random. So it is with conversations.
     """
     shape = (recipe.training.micro_batch, recipe.data.seq_len + 1)
     generator = torch.Generator().manual_seed(recipe.training.seed + m * dp + dp_rank)

@@ -56,7 +56,6 @@ class Meter:
         return float(self.control.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=self.device), "max"))
 
     def product(self) -> torch.Tensor:
-        """Compute the standard product."""
         return self._a @ self._b
 
     def _calls(self, run: Callable[[], Any]) -> int:

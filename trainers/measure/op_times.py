@@ -107,9 +107,9 @@ def of_slices(meter: Meter, recipe: Recipe, hardware: Hardware) -> list[tuple[in
         cut = {"kind": "one_a_one_m", "degree": degree, "slicing": "token_uniform"} if degree > 1 else {}
         sliced = _small(recipe, _wide(meter), length, cut)
         took, core = _recorded(sliced, meter), _priced(sliced, hardware, "attention", {})
-        others = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
+        rest = [_priced(sliced, hardware, what, {}) for what in ("gemm", "memory", "launch")]
         ops = [op for op in took if op.kind == ATTENTION]
-        left = meter.slowest(sum(took[op] - sum(other[op] for other in others) for op in ops))
+        left = meter.slowest(sum(took[op] - sum(priced[op] for priced in rest) for op in ops))
         predicted = sum(core[op] for op in ops)
         shares.append((length // degree, predicted / max(left, predicted / 10)))
     return shares[::-1]
@@ -122,14 +122,14 @@ def _sliced(meter: Meter, dtype: torch.dtype, length: int, size: int) -> float:
 
     def slices() -> None:
         for start in range(0, length, size):
-            own = slice(start, start + size)
-            parts: list[tuple[slice, Mask]] = [(own, "causal")]
+            queries = slice(start, start + size)
+            parts: list[tuple[slice, Mask]] = [(queries, "causal")]
             if start:
                 parts.append((slice(0, start), None))
-            found = [attend(q[:, :, own], k[:, :, keys], v[:, :, keys], mask) for keys, mask in parts]
-            out, lse = merge(*found[0], *found[1]) if start else found[0]
+            results = [attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask) for keys, mask in parts]
+            out, lse = merge(*results[0], *results[1]) if start else results[0]
             for keys, mask in parts:
-                attend_backward(dout[:, :, own], q[:, :, own], k[:, :, keys], v[:, :, keys], out.to(dtype), lse, mask)
+                attend_backward(dout[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], out.to(dtype), lse, mask)
 
     slices()
     graph = torch.cuda.CUDAGraph()

@@ -61,11 +61,7 @@ class Sizes(NamedTuple):
 
 
 def measured(recipe: Recipe, everyone: Groups, device: torch.device, name: str, node: int) -> dict[str, Any]:
-    """Measure all figures of a hardware file. All ranks must call this, and get the same result.
-
-    Args:
-        node: a number of this rank's node.
-    """
+    """Measure all figures of a hardware file. All ranks must call this, and get the same result. `node` numbers this node."""
     dtype, world = getattr(torch, recipe.precision), everyone.fold.world_size
     meter, sizes = Meter(device, everyone.control, dtype), Sizes.of(device, recipe.model)
     gemm = _products(meter, sizes.sides, dtype)
@@ -102,7 +98,6 @@ def _links(
     Args:
         together: number of workers on a node.
         memory: bytes per second of memory, for a kind of link that no two workers share.
-        sent: bytes that a rank sends.
 
     Returns:
         Both links by the size of groups; the bandwidth of all-to-alls over the largest group, as a share of all-gathers; and
@@ -123,7 +118,7 @@ def _links(
         crowding = _crowding(meter, over, sent[-1])
         groups.close()
     no_link = (1, memory / 1e9, 0.0)
-    largest = {name: (measured_sizes or [no_link])[-1] for name, measured_sizes in by_size.items()}
+    largest = {name: (rows or [no_link])[-1] for name, rows in by_size.items()}
     links = {name: {"gb_s": row[1], "latency_us": row[2], "by_size": by_size[name]} for name, row in largest.items()}
     return links, exchange, crowding
 

@@ -58,7 +58,6 @@ def measure_turn(state: dict[str, Any], given: dict[str, Any], steps: int, keep:
     Args:
         state: state of the rank, which holds engines from call to call.
         given: the recipe, as `Recipe.parse` reads it.
-        steps: number of steps to measure.
         keep: number of recipes whose engines stay in memory. The engine of the recipe that was used longest ago is closed
             first.
         record: run one more step, and record its ops.

@@ -32,43 +32,34 @@ from trainers.worker.engines import make_engine
 
 
 def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Path | None = None, as_json: bool = False) -> int:
-    """Measure a recipe's step under routing patterns, and print a report.
+    """Measure a recipe's step under routing patterns, which take turns within a round, and print a report.
 
-    Args:
-        skews: exponents of the patterns; 0 is measured in any case.
-        rounds: number of rounds. The patterns take turns within a round.
-        picture: PNG to write, if any.
-        as_json: print a JSON document instead of a table.
-
-    Raises:
-        UserError: a pattern does not fit the recipe, a file cannot be written, or the recipe cannot run here.
+    `skews` are the exponents of the patterns; 0 is measured in any case.
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
     if picture is not None:
         check_picture(picture)
     chosen = sorted({0.0, *skews})
-    checked = [Recipe.parse(_skewed(recipe, skew)) for skew in chosen]
-    told = f"{len(chosen)} routing patterns, {rounds} rounds, on {recipe.cluster.workers} workers …"
-    models = [each.model.model_dump(mode="json") for each in checked]
-    found = workers.on_workers(recipe, _loop, "bench", told, models=models, rounds=rounds)["measured"]
-    results = [_result(skew, turns) for skew, turns in zip(chosen, found, strict=True)]
+    models = [_skewed(recipe, skew).model_dump(mode="json") for skew in chosen]
+    message = f"{len(chosen)} routing patterns, {rounds} rounds, on {recipe.cluster.workers} workers …"
+    measured = workers.on_workers(recipe, _loop, "bench", message, models=models, rounds=rounds)["measured"]
+    results = [_result(skew, turns) for skew, turns in zip(chosen, measured, strict=True)]
     if picture is not None:
         write_picture(picture, lambda path: _draw(recipe, results, path))
     print(to_json({"results": results}) if as_json else _table(results, rounds))
     return 0
 
 
-def _skewed(recipe: Recipe, skew: float) -> dict[str, Any]:
-    """Return a recipe's document with another pattern."""
+def _skewed(recipe: Recipe, skew: float) -> ModelSpec:
     document = recipe.model_dump(mode="json")
     document["model"]["router"]["skew"] = skew
-    return document
+    return Recipe.parse(document).model
 
 
 def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
     recipe, groups, device = workers.worker(config)
-    engine, models = make_engine(recipe, groups, device), [ModelSpec.model_validate(each) for each in config["models"]]
+    engine, models = make_engine(recipe, groups, device), [ModelSpec.model_validate(model) for model in config["models"]]
     measured: list[list[dict[str, float]]] = [[] for _ in models]
     trace = Trace(device)
     for number in range(WARM_UP + config["rounds"]):
@@ -83,7 +74,7 @@ def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
                 even = recorded(engine, trace, groups, graph)
                 engine.execution.trace = None
             _, seconds, losses = timed_step(recipe, engine, groups, device)
-            count_ME = groups.control.all_reduce(torch.stack([each.count_ME for each in losses]).sum(0))
+            count_ME = groups.control.all_reduce(torch.stack([loss.count_ME for loss in losses]).sum(0))
             turn = slowest(groups, {"step_ms": seconds * 1e3}, device)
             turn["overload"] = float(max_over_mean(on_ranks(count_ME.cpu().numpy(), groups.fold.ep)).mean())
             turn["predicted"] = predicted(recipe, (models[0], model), groups, *even)
@@ -93,7 +84,6 @@ def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _route_by(engine: Engine, model: ModelSpec) -> None:
-    """Let the pattern of a model choose the experts."""
     for _, router in engine.model.routers():
         assert model.router.skew is not None
         router.pattern = Pattern(model.experts, model.topk, model.router.skew)
@@ -104,18 +94,13 @@ def predicted(
 ) -> float:
     """Return the step under a model's pattern over a recorded step with an even one.
 
-    Args:
-        recipe: the recipe.
-        models: the model with the even pattern, and with the other one.
-        groups: the fold's communicators.
-        graph: the graph of the recorded step.
-        recordings: the recorded step of every rank.
+    `models` has the model with the even pattern, and with the uneven one.
     """
     fold = groups.fold
     shares = rank_shares(models[1], fold.ep)
     # Rows of the fullest rank: of assignments, or of tokens that go there, or to its node.
     once = recipe.moe.dispatch == "rank"
-    even, most = (max(visits_of_a_token(each, fold.ep_across) if once else rank_shares(each, fold.ep)) for each in models)
+    even, most = (max(visits_of_a_token(model, fold.ep_across) if once else rank_shares(model, fold.ep)) for model in models)
 
     def scale(op: Op, rank: int) -> float:
         if op.kind in (DISPATCH, COMBINE):

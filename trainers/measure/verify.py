@@ -38,7 +38,6 @@ class Verification:
 
     Args:
         dtype: the widest precision of the engine. Gradients are compared in it.
-        engine, backend: the engine and the MoE backend of the recipe.
         loss_abs_diff: largest absolute difference of the mean cross-entropy, the balance loss and the z-loss.
         grad_max_rel_diff: largest max|Δ| / max|reference| of all parameters.
         grad_rel_distance: length of the difference of all gradients together, over the length of the reference.
@@ -74,8 +73,7 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether all differences count as rounding. NaN does not. Those of rows that are rounded on the wire do not count."""
-        figures = (self.loss_abs_diff, self.grad_max_rel_diff, self.norm_rel_diff, self.evaluation_abs_diff)
-        return all(figure <= TOLERANCE[self.dtype] for figure in figures) and self.update_rel_diff <= self.update_tolerance
+        return _is_rounding(vars(self), self.dtype) and self.update_rel_diff <= self.update_tolerance
 
     @property
     def update_tolerance(self) -> float:
@@ -84,41 +82,40 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `foldray verify --json`."""
-        results = {key: value for key, value in asdict(self).items() if key != "worst"}
-        return {**results, "passed": self.passed}
+        return {**_without_worst(asdict(self)), "passed": self.passed}
+
+
+def _is_rounding(differences: Mapping[str, Any], dtype: str) -> bool:
+    """Whether the differences of gradients count as rounding in this precision. NaN does not."""
+    return all(differences[key] <= TOLERANCE[dtype] for key in _FIGURES)
+
+
+def _without_worst(differences: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in differences.items() if key != "worst"}
 
 
 def verify(recipe: Recipe, shrink: bool = False, as_json: bool = False) -> int:
     """Compare and print a report. Return 0 if all differences count as rounding, otherwise 1.
 
-    Args:
-        shrink: keep the fold and the kind of model, but make the model as small as the fold allows.
-        as_json: print a JSON document instead of the report.
-
-    Raises:
-        UserError: the recipe cannot run here.
+    With `shrink`, the model is as small as the fold allows.
     """
     recipe = small(recipe) if shrink else recipe
-    told = f"{recipe.placed_fold} on {recipe.cluster.workers} workers against one process …"
-    result = compared(recipe, workers.on_workers(recipe, _loop, "verify", told))
+    message = f"{recipe.placed_fold} on {recipe.cluster.workers} workers against one process …"
+    result = compared(recipe, workers.on_workers(recipe, _loop, "verify", message))
     print(to_json(result.as_dict()) if as_json else _report(result))
     return 0 if result.passed else 1
 
 
 def verify_all(recipe: Recipe, as_json: bool = False) -> int:
-    """Compare every case (`cases.CASES`) of a small recipe with the same fold, and print a table. Return 0 if all agree.
-
-    Raises:
-        UserError: the recipe cannot run here.
-    """
+    """Compare every case (`cases.CASES`) of a small recipe with the same fold, and print a table. Return 0 if all agree."""
     recipe = small(recipe)
-    told = f"{recipe.placed_fold} on {recipe.cluster.workers} workers: {len(CASES)} cases …"
-    checked = judged(recipe, workers.on_workers(recipe, _case_loop, "verify", told))
+    message = f"{recipe.placed_fold} on {recipe.cluster.workers} workers: {len(CASES)} cases …"
+    checked = judged(recipe, workers.on_workers(recipe, _case_loop, "verify", message))
     print(to_json({"cases": checked}) if as_json else _case_table(checked))
     return 0 if all(case["passed"] for case in checked if "refused" not in case) else 1
 
 
-def judged(recipe: Recipe, found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def judged(recipe: Recipe, differences: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the compared cases with their differences and verdicts, and the others that this recipe cannot have, with the
     reason."""
     checked: list[dict[str, Any]] = []
@@ -126,24 +123,20 @@ def judged(recipe: Recipe, found: Mapping[str, Mapping[str, Any]]) -> list[dict[
         about, made = {"case": case.name, "finds": case.fault}, case_recipe(case, recipe)
         if isinstance(made, Refused):
             checked.append({**about, "refused": made.reason})
-            continue
-        if case.name not in found:
-            continue
-        figures = {key: value for key, value in found[case.name].items() if key != "worst"}
-        limit = TOLERANCE[as_checked(made).precision]
-        passed = all(figures[key] <= limit for key in _FIGURES)
-        checked.append({**about, **figures, "passed": passed})
+        elif case.name in differences:
+            figures = _without_worst(differences[case.name])
+            checked.append({**about, **figures, "passed": _is_rounding(figures, as_checked(made).precision)})
     return checked
 
 
 def on_rank_all(recipe: Recipe, groups: Groups, device: torch.device, names: Iterable[str] = CASES) -> dict[str, Any]:
     """Compare the cases with these names. Return the differences by case on the fold's first rank, and nothing on others."""
-    found = {}
+    compared_cases = {}
     for case in (CASES[name] for name in names):
         made = case_recipe(case, recipe)
         if not isinstance(made, Refused):
-            found[case.name] = compare_gradients(as_checked(made), groups, device, case.masked)
-    return {name: differences for name, differences in found.items() if differences is not None}
+            compared_cases[case.name] = compare_gradients(as_checked(made), groups, device, case.masked)
+    return {name: differences for name, differences in compared_cases.items() if differences is not None}
 
 
 def _case_loop(config: dict[str, Any]) -> dict[str, Any]:
@@ -164,21 +157,18 @@ def _case_table(checked: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compared(recipe: Recipe, differences: Mapping[str, Any]) -> Verification:
-    """Return the workers' differences as a `Verification`."""
     wide = as_checked(recipe)
-    kinds: dict[str, Any] = {"engine": recipe.engine.kind, "backend": recipe.moe.backend}
-    changed, kinds["wire"] = _changed(recipe, wide), recipe.moe.wire
-    return Verification(dtype=wide.precision, precision=recipe.precision, changed=changed, **kinds, **differences)
+    return Verification(
+        dtype=wide.precision, precision=recipe.precision, changed=_changed(recipe, wide), engine=recipe.engine.kind,
+        backend=recipe.moe.backend, wire=recipe.moe.wire, **differences,
+    )  # fmt: skip
 
 
 def as_checked(recipe: Recipe, wire: str | None = None) -> Recipe:
     """Return the recipe for `compare_gradients`.
 
     It has the widest precision of the engine, an optimizer that keeps the gradient, and drops that do not depend on the
-    fold.
-
-    Args:
-        wire: how rows are written (`moe.wire`), in float32; None leaves them exact.
+    fold. Rows are written as `wire` says, in float32; None leaves them exact.
     """
     wide = recipe.engine.kind == "torch" and recipe.moe.backend != "tutel" and wire is None
     optimizer = {"kind": "sgd", "momentum": 0.9, "lr": 1e-3, "weight_decay": 0.0, "clip": None}
@@ -246,17 +236,11 @@ def small(recipe: Recipe) -> Recipe:
     return Recipe.parse(values)
 
 
-def _told_rounded(wire: str, rounded: Mapping[str, Any]) -> list[str]:
-    """Say how far numbers on the wire may be off, and how far off results were."""
-    out, back = WIRES[wire].out, WIRES[wire].back
-    near_zero = f", or {out.floor:.1e} of the largest of {GROUP}" if out.floor else ""
+def _figure_lines(differences: Mapping[str, Any]) -> list[str]:
     return [
-        f"rows on the wire: numbers to experts are off by up to {out.error:.1e}{near_zero}; back, by up to {back.error:.1e}",
-        "with them, in float32, this is no mistake:",
-        f"  loss            {rounded['loss_abs_diff']:.1e} (absolute)",
-        f"  evaluation      {rounded['evaluation_abs_diff']:.1e} (absolute)",
-        f"  gradient norm   {rounded['norm_rel_diff']:.1e}",
-        f"  all gradients   {rounded['grad_rel_distance']:.1e} (of their length)",
+        f"  loss            {differences['loss_abs_diff']:.1e} (absolute)",
+        f"  evaluation      {differences['evaluation_abs_diff']:.1e} (absolute)",
+        f"  gradient norm   {differences['norm_rel_diff']:.1e}",
     ]
 
 
@@ -266,11 +250,10 @@ def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def on_rank(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
     """Make both comparisons. Return the differences on the fold's first rank, and None on other ranks."""
-    wire, rounded = recipe.moe.wire, None
+    wire = recipe.moe.wire
     gradients = compare_gradients(as_checked(recipe), groups, device)
     updates = compare_updates(as_updated(recipe), groups, device)
-    if wire is not None:
-        rounded = compare_gradients(as_checked(recipe, wire), groups, device)
+    rounded = None if wire is None else compare_gradients(as_checked(recipe, wire), groups, device)
     return None if gradients is None or updates is None else {**gradients, **updates, "rounded": rounded}
 
 
@@ -278,15 +261,20 @@ def _report(result: Verification) -> str:
     lines = [
         f"{result.engine} engine, {result.backend} backend",
         f"in {result.dtype} (differences up to {TOLERANCE[result.dtype]:.0e} are rounding):",
-        f"  loss            {result.loss_abs_diff:.1e} (absolute)",
-        f"  evaluation      {result.evaluation_abs_diff:.1e} (absolute)",
-        f"  gradient norm   {result.norm_rel_diff:.1e}",
+        *_figure_lines(vars(result)),
         f"  worst gradient  {result.grad_max_rel_diff:.1e} (of the tensor's largest value)  {result.worst_parameter}",
         f"in {result.precision}, the recipe's own precision (up to {result.update_tolerance:.0e}):",
         f"  worst update    {result.update_rel_diff:.1e} (of the change of the tensor)  {result.update_worst_parameter}",
     ]
     if result.wire and result.rounded:
-        lines += _told_rounded(result.wire, result.rounded)
+        out, back = WIRES[result.wire].out, WIRES[result.wire].back
+        near_zero = f", or {out.floor:.1e} of the largest of {GROUP}" if out.floor else ""
+        lines += [
+            f"rows on the wire: numbers to experts are off by up to {out.error:.1e}{near_zero}; back, by up to {back.error:.1e}",
+            "with them, in float32, this is no mistake:",
+            *_figure_lines(result.rounded),
+            f"  all gradients   {result.rounded['grad_rel_distance']:.1e} (of their length)",
+        ]
     if changes := {key: value for key, value in result.changed.items() if key not in ("precision", "moe.wire")}:
         values = ", ".join(f"{key}={value}" for key, value in changes.items())
         lines.append(f"compared with {values}, because otherwise the dropped tokens depend on how sequences are cut")

@@ -6,6 +6,7 @@ This module does not use matplotlib.pyplot, which keeps figures in global state 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#2364aa", "#d9630b", "#2f855a", "#6b7280", "#b91c1c", "#1f2937"
+PALE_GREY = "#9ca3af"
 Box = tuple[float, float, float, float]
 """Left, bottom, width and height, as shares of the figure."""
+BELOW_TOP: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+"""Arguments of annotations at an x of the data and a height of the axes, moved by points."""
 _DPI = 144
+
+
+def one_panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure of this size in inches, and axes that fill it. `write` writes it."""
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def write(figure: Figure, path: Path) -> None:
+    FigureCanvasAgg(figure).print_png(str(path))
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str) -> Figure:
@@ -35,7 +51,7 @@ def new_figure(width: float, height: float, title: str, subtitle: str) -> Figure
 def plain(axes: Axes, ticks: int = 6) -> None:
     """Give axes the looks of all pictures: no frame, a quiet grid, about `ticks` whole numbers below."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#9ca3af")
+    axes.spines[["left", "bottom"]].set_color(PALE_GREY)
     axes.tick_params(colors=INK, labelsize=10)
     axes.xaxis.label.set(fontsize=11, color=INK)
     axes.yaxis.label.set(fontsize=11, color=INK)
@@ -61,18 +77,15 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 def mark_restarts(axes: Axes, resumes: list[int]) -> None:
     """Draw a dotted line at every step from which the run was resumed."""
-    for number_of, step in enumerate(resumes):
+    for step in resumes:
         axes.axvline(step, color=GREY, linewidth=0.8, linestyle=":")
-        if number_of == 0:
-            axes.annotate(
-                "resumed",
-                (step, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(4, -4),
-                textcoords="offset points",
-                color=GREY,
-                va="top",
-            )
+    for step in resumes[:1]:
+        axes.annotate("resumed", (step, 1), xytext=(4, -4), color=GREY, va="top", **BELOW_TOP)
+
+
+def dot(steps: Sequence[float] | np.ndarray) -> str | None:
+    """Return the marker of a line: a single point would be invisible without one."""
+    return "o" if len(steps) == 1 else None
 
 
 def label_right(axes: Axes, labels: list[tuple[float, str, str, str]]) -> None:

@@ -11,7 +11,6 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -19,11 +18,12 @@ from matplotlib.patches import FancyBboxPatch
 
 from foldray.drawing import Table
 from foldray.fold import Fold, Placement
+from trainers.pictures.canvas import GREY, INK
 
 Color = tuple[float, float, float]
 
-INK, GREY, PALE = "#1f2937", "#6b7280", "#e8eaee"
-HUES = ("#2364aa", "#d9630b", "#2f855a", "#6b4fbb", "#b91c1c", "#0e7490", "#be185d", "#8a6d00")
+_PALE = "#e8eaee"
+_HUES = ("#2364aa", "#d9630b", "#2f855a", "#6b4fbb", "#b91c1c", "#0e7490", "#be185d", "#8a6d00")
 _DPI = 144
 _RANKS, _STAGES, _ROWS = 1024, 16, 32  # a fold of more ranks is drawn as its first stage; a stage has at most _ROWS rows
 _TOP = 1.72  # inches above the first row, for the title and the names of the grids and columns
@@ -76,12 +76,8 @@ def draw_fold(fold: Fold, path: Path, nodes: Placement | int | None = None) -> N
 
     Args:
         fold: the fold. Of a large fold, only the first rows of the first pipeline stages are drawn, and the picture says so.
-        path: the file to write.
         nodes: the ranks on nodes, or the number of ranks on each node. A border surrounds the ranks of each node. None draws no
             nodes.
-
-    Raises:
-        UserError: there is less than one rank on a node.
     """
     nodes = Placement(fold, nodes) if isinstance(nodes, int) else nodes
     panels = _panels(fold, nodes)
@@ -89,7 +85,6 @@ def draw_fold(fold: Fold, path: Path, nodes: Placement | int | None = None) -> N
     heights = [max(panel.height(stage) for panel in panels if stage < len(panel.tables)) for stage in stages]
     width, height = max(sum(panel.width for panel in panels) + 0.6, 7.0), _TOP + sum(heights) + 0.1
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))  # inches from the upper left corner
     axes.set_axis_off()
     axes.text(0.3, 0.22, str(fold), fontsize=15, weight="bold", color=INK, va="top")
@@ -145,13 +140,12 @@ def _colors(fold: Fold) -> dict[int, Color]:
             index = attention["dp"]
         elif moe and fold.ep > 1:
             index = moe["edp"] * fold.etp + moe["etp"] + (fold.dp if fold.disjoint else 0)
-        red, green, blue = to_rgb(HUES[index % len(HUES)])
+        red, green, blue = to_rgb(_HUES[index % len(_HUES)])
         colors[rank] = (white + (1 - white) * red, white + (1 - white) * green, white + (1 - white) * blue)
     return colors
 
 
 def _draw_names(axes: Axes, panel: _Panel, left: float) -> None:
-    """Write the names of the grid and of its columns."""
     axes.text(left, 1.08, panel.name, fontsize=12.5, weight="bold", color=INK, va="center")
     table, boxes = panel.tables[0], len(panel.tables[0].rows[0][1])
     starts = [left + start for start in panel.columns]
@@ -170,7 +164,7 @@ def _draw_stage(axes: Axes, panel: _Panel, table: Table, left: float, top: float
         axes.text(left - 0.16, y + cell / 2, label, fontsize=9, color=GREY, ha="right", va="center")
         for box in boxes:
             width = len(box) * cell
-            axes.add_patch(_rounded(starts[column] - pad / 2, y - pad / 2, width + pad, cell + pad, pad, PALE))
+            axes.add_patch(_rounded(starts[column] - pad / 2, y - pad / 2, width + pad, cell + pad, pad, _PALE))
             for rank in box:
                 x = starts[column]
                 axes.add_patch(_rounded(x + 0.75 * pad, y + 0.75 * pad, cell - 1.5 * pad, cell - 1.5 * pad, pad, colors[rank]))
@@ -186,11 +180,8 @@ def _draw_nodes(axes: Axes, panel: _Panel, table: Table, left: float, top: float
     """Draw borders around the cells of each node, and write the nodes' numbers on the right."""
     half = panel.gap / 2
     ends = [left + start + panel.cell for start in panel.columns]
-    across = [
-        left - half,
-        *((end + left + start) / 2 for end, start in zip(ends, panel.columns[1:], strict=False)),
-        ends[-1] + half,
-    ]
+    middles = [(end + left + start) / 2 for end, start in zip(ends, panel.columns[1:], strict=False)]
+    across = [left - half, *middles, ends[-1] + half]
     down = [top - half + number * (panel.cell + panel.gap) for number in range(len(table.rows) + 1)]
     nodes_of_rows = [[nodes.node(rank) for box in boxes for rank in box] for _, boxes in table.rows]
     place = {(row, column): node for row, line in enumerate(nodes_of_rows) for column, node in enumerate(line)}

@@ -19,6 +19,7 @@ from trainers.pictures.canvas import (
     INK,
     ORANGE,
     Box,
+    dot,
     label_right,
     mark_restarts,
     new_figure,
@@ -55,13 +56,7 @@ def draw_health(history: History, path: Path, title: str, layers: Sequence[int] 
     """Draw the load of every expert over the run, and below it what follows from it (`expert_health.py` has the formulas).
 
     With many MoE layers, the loads of eight are drawn: those with the most dead experts now, then those with the lowest
-    entropy. All panels below cover all layers.
-
-    Args:
-        history: the run so far. If it has no expert loads, the picture says so.
-        path: the PNG to write.
-        title: heading, usually the run's id.
-        layers: numbers of the MoE layers in the model; None counts them from 0.
+    entropy. All panels below cover all layers. `layers` has the numbers of the MoE layers in the model; None counts them from 0.
     """
     if not history.course.columns:
         save(new_figure(9.0, 3.0, title, "No expert loads have been recorded"), path)
@@ -143,8 +138,7 @@ def _columns(course: Course, pixels: int) -> np.ndarray:
 def _evenness(axes: Axes, history: History, steps: np.ndarray, names: Sequence[str]) -> None:
     lines = [smoothed(column) for column in history.entropy.means().T]
     label = _lines(axes, steps, lines, int(np.argmin([line[-1] for line in lines])), names, BLUE)
-    low = min(0.95, float(np.min(lines)))
-    axes.set_ylim(max(0.0, low - 0.05 * (1 - low)), 1 + 0.05 * (1 - low))
+    _limit(axes, min(0.95, float(np.min(lines))))
     label_right(axes, [label])
     _finish(axes, history, steps[-1], "entropy of the load", "by layer, the lowest in colour; 1 is even", "entropy / ln(experts)")
 
@@ -153,19 +147,18 @@ def _fullest(axes: Axes, history: History, steps: np.ndarray, names: Sequence[st
     lines = [smoothed(column) for column in history.imbalance.means().T]
     rank = smoothed(history.steps.column("rank_max_over_mean"))
     every = history.steps.column("step")
-    axes.plot(every, rank, color=BLUE, linewidth=2.0, linestyle=(0, (3, 1.5)), marker=_dot(every))
+    axes.plot(every, rank, color=BLUE, linewidth=2.0, linestyle=(0, (3, 1.5)), marker=dot(every))
     axes.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
     axes.set_ylim(0.9, 1.05 * max(float(np.max(lines)), 1.2))
     label = _lines(axes, steps, lines, int(np.argmax([line[-1] for line in lines])), names, ORANGE, "expert {:.2f}")
     label_right(axes, [label, (float(rank[-1]), f"rank {rank[-1]:.2f}", "", BLUE)])
-    _finish(axes, history, steps[-1], "fullest expert and rank", "of the worst layer; 1 is even",
-            "load / mean load")  # fmt: skip
+    _finish(axes, history, steps[-1], "fullest expert and rank", "of the worst layer; 1 is even", "load / mean load")
 
 
 def _unused(axes: Axes, history: History, steps: np.ndarray, experts: int) -> None:
     dead, starved = history.unused.means().T
-    axes.plot(steps, starved, color=ORANGE, linewidth=2.0, linestyle=(0, (3, 1.5)), clip_on=False, marker=_dot(steps))
-    axes.plot(steps, dead, color=INK, linewidth=2.0, clip_on=False, marker=_dot(steps))
+    axes.plot(steps, starved, color=ORANGE, linewidth=2.0, linestyle=(0, (3, 1.5)), clip_on=False, marker=dot(steps))
+    axes.plot(steps, dead, color=INK, linewidth=2.0, clip_on=False, marker=dot(steps))
     axes.set_ylim(0, 1.08 * max(4, int(starved.max())))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     labels = [(dead[-1], f"dead {dead[-1]:.0f}", "", INK), (starved[-1], f"starved {starved[-1]:.0f}", "", ORANGE)]
@@ -180,8 +173,7 @@ def _settled(axes: Axes, history: History, last: int, names: Sequence[str]) -> N
         line_MT = overlaps(history.course.full()).T
         at = np.array([column.last for column in full[1:]])
         label = _lines(axes, at, list(line_MT), int(line_MT[:, -1].argmin()), names, GREEN)
-        low = min(0.9, float(line_MT.min()))
-        axes.set_ylim(max(0.0, low - 0.05 * (1 - low)), 1 + 0.05 * (1 - low))
+        _limit(axes, min(0.9, float(line_MT.min())))
         label_right(axes, [label])
     else:
         axes.text(0.5, 0.5, "needs two columns", color=GREY, ha="center", transform=axes.transAxes)
@@ -216,25 +208,19 @@ def _alike(figure: Figure, box: Box, course: Course, names: Sequence[str]) -> No
     bar.ax.spines[:].set_visible(False)
 
 
-def _lines(
-    axes: Axes,
-    steps: np.ndarray,
-    lines: Sequence[np.ndarray],
-    worst: int,
-    names: Sequence[str],
-    colour: str,
-    form: str = "{:.3f}",
-) -> tuple[float, str, str, str]:
+def _lines(axes: Axes, steps: np.ndarray, lines: Sequence[np.ndarray], worst: int, names: Sequence[str], colour: str,
+           form: str = "{:.3f}") -> tuple[float, str, str, str]:  # fmt: skip
     """Draw a line for each layer, in grey but for the worst, and return the label at the end of the worst."""
     for line in lines:
-        axes.plot(steps, line, color=GREY, linewidth=0.9, alpha=0.45, marker=_dot(steps))
-    axes.plot(steps, lines[worst], color=colour, linewidth=2.0, clip_on=False, marker=_dot(steps))
+        axes.plot(steps, line, color=GREY, linewidth=0.9, alpha=0.45, marker=dot(steps))
+    axes.plot(steps, lines[worst], color=colour, linewidth=2.0, clip_on=False, marker=dot(steps))
     return float(lines[worst][-1]), form.format(lines[worst][-1]), names[worst], colour
 
 
-def _dot(steps: np.ndarray) -> str | None:
-    """Return the marker of a line: a single point would be invisible without one."""
-    return "o" if len(steps) == 1 else None
+def _limit(axes: Axes, low: float) -> None:
+    """Limit the y-axis to values from `low` to 1."""
+    margin = 0.05 * (1 - low)
+    axes.set_ylim(max(0.0, low - margin), 1 + margin)
 
 
 def _head(axes: Axes, title: str, hint: str) -> None:

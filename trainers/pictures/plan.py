@@ -1,47 +1,71 @@
-"""Draws a plan: step time over memory."""
+"""Draws plans: step time over memory; and the roofline of workers of their own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+import numpy as np
 
+from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memory import GIB
+from foldray.planner.placed_report import Comparison
+from foldray.planner.placing import adapters
 from foldray.planner.report import schedule
 from foldray.planner.search import Found
+from foldray.planner.space import Space
+from trainers.pictures.canvas import BLUE, INK, ORANGE, PALE_GREY, RED, one_panel, write
 
-_BEST, _FRONT, _LIMIT, _INK = "#2364aa", "#d9630b", "#b91c1c", "#1f2937"
 
-
-def draw_plan(found: Found, hardware: Hardware, path: Path) -> None:
-    """Draw the best candidates and the front of time and memory.
-
-    Args:
-        path: the PNG to write.
-    """
-    figure = Figure(figsize=(11, 6), dpi=144, layout="constrained")
-    axes = figure.subplots()
+def draw_plan(plans: Found, hardware: Hardware, path: Path) -> None:
+    """Draw the best candidates and the front of time and memory."""
+    figure, axes = one_panel(11, 6)
     for planned, colour, label, size in (
-        (found.front, _FRONT, "no other candidate is better in both", 60),
-        (found.best, _BEST, "best", 25),
+        (plans.front, ORANGE, "no other candidate is better in both", 60),
+        (plans.best, BLUE, "best", 25),
     ):
         memory, seconds = [plan.memory.total / GIB for plan in planned], [plan.prediction.seconds for plan in planned]
         axes.scatter(memory, seconds, s=size, color=colour, label=label, zorder=3)
-    axes.step([plan.memory.total / GIB for plan in found.front], [plan.prediction.seconds for plan in found.front],
-              color=_FRONT, linewidth=1, where="post")  # fmt: skip
-    axes.axvline(hardware.memory_gib, color=_LIMIT, linestyle=(0, (5, 3)), linewidth=1.2, label=f"{hardware.memory_gib:.0f} GiB")
-    for plan in [found.best[0], *found.front[-1:]]:
+    axes.step([plan.memory.total / GIB for plan in plans.front], [plan.prediction.seconds for plan in plans.front],
+              color=ORANGE, linewidth=1, where="post")  # fmt: skip
+    axes.axvline(hardware.memory_gib, color=RED, linestyle=(0, (5, 3)), linewidth=1.2, label=f"{hardware.memory_gib:.0f} GiB")
+    for plan in [plans.best[0], *plans.front[-1:]]:
         text = f"{plan.candidate.fold}\n{schedule(plan)}"
         point = plan.memory.total / GIB, plan.prediction.seconds
-        axes.annotate(text, point, xytext=(8, 8), textcoords="offset points", fontsize=8, color=_INK)
+        axes.annotate(text, point, xytext=(8, 8), textcoords="offset points", fontsize=8, color=INK)
     axes.set_xlabel("memory of the rank that needs most (GiB)")
     axes.set_ylabel("step (s), predicted")
-    job = found.best[0].candidate.job
+    job = plans.best[0].candidate.job
     name = job.model.preset or "model"
-    title = f"{name} on {found.best[0].candidate.fold.world_size} × {hardware.name}: {found.legal} legal folds"
-    axes.set_title(title, loc="left", fontweight="bold", color=_INK)
+    title = f"{name} on {plans.best[0].candidate.fold.world_size} × {hardware.name}: {plans.legal} legal folds"
+    axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
+
+
+def draw_roofline(comparison: Comparison, space: Space, path: Path) -> None:
+    """Draw what a GPU of either side reaches, over FLOPs per byte (DisagMoE, figure 9).
+
+    There is one roof for equal adapters and one for each side's own, with the point at which each side works.
+    """
+    demand, allocation, device = comparison.demand, comparison.allocation, Device.of(space.job, space.hardware)
+    speed, nic_rate = device.peak * device.share["gemm"], space.hardware.inter.gb_s * 1e9 * device.share["exchange"]
+    title = f"{space.job.model.preset or 'model'} on {space.gpus} × {space.hardware.name}, {space.job.seq_len} tokens"
+    figure, axes = one_panel(8, 5)
+    intensities = [flops / demand.bytes for flops in (demand.attention, demand.experts)]
+    x = np.geomspace(min(intensities) / 8, 8 * max(*intensities, speed / nic_rate), 400)
+
+    def roof(nics: float) -> np.ndarray:
+        return np.minimum(speed, x * nics * nic_rate) / 1e12
+
+    axes.plot(x, roof(1.0), color=PALE_GREY, linewidth=1.5, label="one adapter per GPU")
+    sides = zip(("attention", "experts"), (BLUE, ORANGE), adapters(allocation), intensities, strict=True)
+    for name, colour, nics, intensity in sides:
+        axes.plot(x, roof(nics), color=colour, linewidth=1.5, linestyle=(0, (5, 2)), label=f"{name}: {nics:.2f} adapters per GPU")
+        reached = min(speed, intensity * nics * nic_rate) / 1e12
+        axes.plot([intensity], [reached], "o", color=colour, markersize=7)
+        axes.annotate(name, (intensity, reached), xytext=(6, -14), textcoords="offset points", fontsize=9, color=colour)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte that a side sends", ylabel="TFLOP/s of one GPU, at most")
+    axes.set_title(title, loc="left", fontweight="bold", color=INK)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    write(figure, path)

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from foldray.kinds import OP_KINDS
 from foldray.schedule import Graph, Op, Span
 from foldray.timeline import length, merged
+from trainers.pictures.canvas import INK, RED, write
 
-_INK, _EXPOSED = "#1f2937", "#b91c1c"
 _HATCHES = {"B": "////", "W": "xxxx"}
 
 
@@ -22,14 +21,11 @@ def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Pa
     """Draw the lanes of every row, all rows to one scale. A red line marks exposed communication.
 
     A box has the letter of the kind, the number of the block and that of the piece; below, that of the micro-batch.
-
-    Args:
-        rows: name → spans in seconds; the first span starts at zero.
-        path: the PNG to write.
+    `rows` maps names to spans in seconds; the first span starts at zero.
     """
     end = max(span.end for spans in rows.values() for span in spans.values())
     figure = Figure(figsize=(14, 1.1 + 1.35 * len(rows)), dpi=144, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=INK)
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, spans) in zip(panels, rows.items(), strict=True):
         _draw(axes, graph, name, spans, end)
@@ -37,13 +33,13 @@ def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Pa
     kinds = {op.kind for spans in rows.values() for op in spans}
     patches = [Patch(color=row.colour, label=row.label) for name, row in OP_KINDS.items() if name in kinds]
     patches += [
-        Patch(facecolor="#ffffff", edgecolor=_INK, hatch=_HATCHES["B"], label="backward"),
-        Patch(color=_EXPOSED, label="exposed"),
+        Patch(facecolor="#ffffff", edgecolor=INK, hatch=_HATCHES["B"], label="backward"),
+        Patch(color=RED, label="exposed"),
     ]
     if any(op.direction == "W" for spans in rows.values() for op in spans):
-        patches.insert(-1, Patch(facecolor="#ffffff", edgecolor=_INK, hatch=_HATCHES["W"], label="gradients of weights"))
+        patches.insert(-1, Patch(facecolor="#ffffff", edgecolor=INK, hatch=_HATCHES["W"], label="gradients of weights"))
     figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=8)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
 
 
 def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: float) -> None:
@@ -65,10 +61,10 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
     talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
     exposed = _without(talking, computing)
     axes.hlines([len(lanes) - 0.45] * len(exposed), [s.start * 1e3 for s in exposed], [s.end * 1e3 for s in exposed],
-                color=_EXPOSED, linewidth=2.5)  # fmt: skip
+                color=RED, linewidth=2.5)  # fmt: skip
     step = max(span.end for span in spans.values())
     share = length(exposed) / step
-    axes.set_title(f"{name}: {step * 1e3:.1f} ms, {share:.1%} exposed communication", loc="left", fontsize=9, color=_INK)
+    axes.set_title(f"{name}: {step * 1e3:.1f} ms, {share:.1%} exposed communication", loc="left", fontsize=9, color=INK)
     axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
     axes.set_ylim(len(lanes) - 0.3, -0.6)
     axes.set_xlim(0, end * 1e3)
@@ -76,17 +72,17 @@ def _draw(axes: Axes, graph: Graph, name: str, spans: Mapping[Op, Span], end: fl
     axes.tick_params(axis="y", length=0)
 
 
-def _without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """Return the parts of spans that no other span covers."""
+def _without(spans: list[Span], covers: list[Span]) -> list[Span]:
+    """Return the parts of spans that no cover covers."""
     uncovered = []
     for span in spans:
         at = span.start
-        for other in others:
-            if other.end <= at or other.start >= span.end:
+        for cover in covers:
+            if cover.end <= at or cover.start >= span.end:
                 continue
-            if other.start > at:
-                uncovered.append(Span(at, other.start))
-            at = max(at, other.end)
+            if cover.start > at:
+                uncovered.append(Span(at, cover.start))
+            at = max(at, cover.end)
         if at < span.end:
             uncovered.append(Span(at, span.end))
     return uncovered

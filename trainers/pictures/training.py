@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from trainers.pictures.canvas import (
+    BELOW_TOP,
     BLUE,
     GREEN,
     GREY,
@@ -21,6 +22,7 @@ from trainers.pictures.canvas import (
     ORANGE,
     RED,
     Box,
+    dot,
     label_right,
     mark_restarts,
     new_figure,
@@ -31,7 +33,7 @@ from trainers.pictures.canvas import (
     smoothed,
 )
 from trainers.telemetry.history import History
-from trainers.telemetry.records import Tried, number
+from trainers.telemetry.records import number
 
 _CELL_NUMBERS = 16  # with more experts, cells are too small for numbers
 _HINTS = {"unigram": "knows how frequent each byte is", "bigram": "knows the byte before"}
@@ -45,10 +47,7 @@ def draw_loss(
     The loss is in bits per byte, or in nats per token without `bytes_per_token`.
 
     Args:
-        history: the run so far.
         baselines: bits per byte of simple models on the validation text, by name.
-        path: the PNG to write.
-        title: heading, usually the run's id.
         bytes_per_token: mean length of a token; 1 for the byte tokenizer. None for conversations.
     """
     in_bits = bytes_per_token is not None
@@ -62,7 +61,7 @@ def draw_loss(
     axes = figure.add_axes((0.07, 0.11, 0.69, 0.72))
     smooth = smoothed(training)
     axes.plot(steps, training, color=BLUE, linewidth=0.7, alpha=0.3)
-    axes.plot(steps, smooth, color=BLUE, linewidth=2.2, marker="o" if len(steps) == 1 else None, clip_on=False)
+    axes.plot(steps, smooth, color=BLUE, linewidth=2.2, marker=dot(steps), clip_on=False)
     at, values = [at for at, _ in validation], [value for _, value in validation]
     axes.plot(at, values, color=ORANGE, linewidth=1.2, marker="o", markersize=6, clip_on=False, zorder=3)
     for value in baselines.values():
@@ -85,23 +84,17 @@ def draw_loss(
 def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[int] | None = None) -> None:
     """Draw the load of every expert in the newest steps, and the load of each layer's busiest expert over the steps.
 
-    Args:
-        history: the run so far. If it has no expert loads, the picture says so.
-        path: the PNG to write.
-        title: heading, usually the run's id.
-        layers: numbers of the MoE layers in the model; None counts them from 0.
+    `layers` has the numbers of the MoE layers in the model; None counts them from 0.
     """
     load = history.load
     if load is None:
-        figure = new_figure(9.0, 3.0, title, "No expert loads have been recorded")
-        save(figure, path)
+        save(new_figure(9.0, 3.0, title, "No expert loads have been recorded"), path)
         return
     names = [f"layer {number}" for number in (layers or range(len(load)))]
     rows, experts = load.shape
     height = min(max(0.42 * rows, 2.4), 9.0)
     subtitle = "How evenly the newest steps' tokens spread over each layer's experts; 1.0 is the even share"
-    dead = int((load == 0).sum())
-    if dead:
+    if dead := int((load == 0).sum()):
         subtitle += f"; {dead} dead expert{'s' if dead > 1 else ''} (black) got none"
     figure = new_figure(11.0, height + 2.25, title, subtitle)
     bottom, top = 0.85 / (height + 2.25), 1 - 1.4 / (height + 2.25)
@@ -118,13 +111,17 @@ def draw_tried(history: History, path: Path, title: str) -> None:
     x_axis = "size of gradient chunks" if sized else "number of pieces of a sequence"
     figure = new_figure(8.0, 4.6, title, f"Time of a step over the {x_axis}; lower is better")
     axes = figure.add_axes((0.1, 0.13, 0.85, 0.67))
-    places = [(_across(record, sized), number(record["step_time_s"]) * 1e3) for record in history.tried]
+    # In MiB, or in pieces, and in milliseconds.
+    places = [
+        (number(record["sp_bytes"]) / 2**20 if sized else float(record["degree"]), number(record["step_time_s"]) * 1e3)
+        for record in history.tried
+    ]
     for record, (place, _) in zip(history.tried, places, strict=True):
         if record["chosen"]:
             words = [f"d={record['degree']}"] * (len(degrees) > 1) + [f"{place:.3g} MiB"] * sized
             axes.axvline(place, color=ORANGE, linewidth=1.6)
-            axes.annotate(f"chosen: {', '.join(words)}", (place, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                          textcoords="offset points", color=ORANGE, fontsize=9, va="top")  # fmt: skip
+            chosen = f"chosen: {', '.join(words)}"
+            axes.annotate(chosen, (place, 1.0), xytext=(4, -4), color=ORANGE, fontsize=9, va="top", **BELOW_TOP)
     tried = [(record["degree"], *at) for record, at in zip(history.tried, places, strict=True) if not record["chosen"]]
     for shade, degree in enumerate(degrees if sized else [None]):
         points = sorted((place, took) for of, place, took in tried if degree in (None, of))
@@ -141,11 +138,6 @@ def draw_tried(history: History, path: Path, title: str) -> None:
     axes.set_ylabel("step (ms), median")
     plain(axes)
     save(figure, path)
-
-
-def _across(record: Tried, sized: bool) -> float:
-    """Return the x-coordinate of a trial: its size in MiB, or its degree."""
-    return number(record["sp_bytes"]) / 2**20 if sized else float(record["degree"])
 
 
 def _heat_map(figure: Figure, box: Box, share: np.ndarray, load: np.ndarray, names: list[str]) -> None:
@@ -165,9 +157,8 @@ def _heat_map(figure: Figure, box: Box, share: np.ndarray, load: np.ndarray, nam
     for row, expert in np.ndindex(rows, experts):
         if load[row, expert] == 0:
             axes.add_patch(Rectangle((expert - 0.5, row - 0.5), 1, 1, facecolor="black", edgecolor="white"))
-            axes.text(
-                expert, row, "dead" if experts <= _CELL_NUMBERS else "", ha="center", va="center", color="white", weight="bold"
-            )
+            word = "dead" if experts <= _CELL_NUMBERS else ""
+            axes.text(expert, row, word, ha="center", va="center", color="white", weight="bold")
         elif experts <= _CELL_NUMBERS:
             dark = abs(float(norm(share[row, expert])) - 0.5) > 0.3
             axes.text(expert, row, f"{share[row, expert]:.2f}", ha="center", va="center", color="white" if dark else INK)
@@ -180,8 +171,8 @@ def _imbalance(figure: Figure, box: Box, history: History, names: list[str]) -> 
     lines = [smoothed(column) for column in history.imbalance.means().T]
     worst = int(np.argmax([line[-1] for line in lines]))
     for line in lines:
-        axes.plot(steps, line, color=GREY, linewidth=1.0, alpha=0.5, marker="o" if len(steps) == 1 else None)
-    axes.plot(steps, lines[worst], color=RED, linewidth=2.0, marker="o" if len(steps) == 1 else None, clip_on=False)
+        axes.plot(steps, line, color=GREY, linewidth=1.0, alpha=0.5, marker=dot(steps))
+    axes.plot(steps, lines[worst], color=RED, linewidth=2.0, marker=dot(steps), clip_on=False)
     axes.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
     axes.set_xlim(0, max(steps))
     axes.set_ylim(0.9, 1.05 * max(float(np.max(lines)), 1.2))
@@ -193,10 +184,10 @@ def _imbalance(figure: Figure, box: Box, history: History, names: list[str]) -> 
     label_right(axes, [(1.0, "even", "", INK), (float(lines[worst][-1]), f"{lines[worst][-1]:.2f}", names[worst], RED)])
 
 
-def _limit(axes: Axes, training: np.ndarray, others: list[float]) -> None:
+def _limit(axes: Axes, training: np.ndarray, values: list[float]) -> None:
     """Limit the y-axis, so that a spike or the first steps do not squeeze the other values into the bottom."""
     finite = training[np.isfinite(training)]
-    shown = [value for value in others if math.isfinite(value)]
+    shown = [value for value in values if math.isfinite(value)]
     if finite.size:
         shown += [float(finite.min()), float(np.percentile(finite, 98)), min(float(finite[0]), 8.5)]
     if shown:
