@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE
 from foldray.planner.candidate import Pieces
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, Totals, shared_by_ops
 from foldray.planner.layout import Content, PipelineLayout, Positions
-from foldray.planner.memo import PassWork, PieceTables, StageBound, Totals
 from foldray.schedule import Slicing, gathers
 
 _TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
 _DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
+
+
+class PassWork(NamedTuple):
+    """Seconds of one pass.
+
+    Args:
+        computed: all computation.
+        travels: all all-to-alls.
+        least: a lower bound of the whole pass if blocks drain.
+        piece: a lower bound of the seconds until the first piece is through.
+    """
+
+    computed: float
+    travels: float
+    least: float
+    piece: float
+
+
+class StageBound(NamedTuple):
+    """Lower bounds of the seconds of a stage, forward and backward together: of all of it, and of its first piece."""
+
+    seconds: float
+    piece: float
 
 
 def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
@@ -50,30 +73,19 @@ def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ..
 
 def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
     """Return the seconds that the cheapest of these blocks computes, forward and backward."""
-    known = _tables_of(rank, pieces)
-    works = [_block_works(rank, block, pieces, known) for block in blocks]
+    works = [_block_works(rank, block, pieces) for block in blocks]
     return min([forward.computed + backward.computed for forward, backward in works])
 
 
-def _tables_of(rank: RankCosts, pieces: Pieces) -> PieceTables:
-    tables = rank.blocks.pieces
-    known = tables.get(pieces)
-    if known is None:
-        known = tables[pieces] = PieceTables()
-    return known
-
-
-def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces, known: PieceTables) -> tuple[PassWork, PassWork]:
+@shared_by_ops
+def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[PassWork, PassWork]:
     """Return the work of a block's forward and backward."""
-    found = known.blocks.get(block)
-    if found is None:
-        kinds = _ops(rank, block, pieces)
-        totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
-        again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}
-        forward = _pass_work(block, {kind: each[0] for kind, each in totals.items()}, {}, pieces)
-        backward = _pass_work(block, {kind: each[1] for kind, each in totals.items()}, again, pieces)
-        found = known.blocks[block] = forward, backward
-    return found
+    kinds = _ops(rank, block, pieces)
+    totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
+    again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}
+    forward = _pass_work(block, {kind: both[0] for kind, both in totals.items()}, {}, pieces)
+    backward = _pass_work(block, {kind: both[1] for kind, both in totals.items()}, again, pieces)
+    return forward, backward
 
 
 def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
@@ -109,16 +121,19 @@ def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, 
 
 def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
     """Return the work of one pass of a stage for one part of a micro-batch: blocks, embedding and head."""
-    return _stage_works(rank, content, pieces, _tables_of(rank, pieces))[back]
+    return _stage_works(rank, content, pieces)[back]
 
 
-def _stage_works(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[PassWork, PassWork]:
+@shared_by_ops
+def _stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
     """Return the work of a stage's forward and backward."""
-    blocks = [(*_block_works(rank, block, pieces, known), count) for block, count in content.blocks]
-    forward, backward = _end_seconds(rank, content, pieces, known)
-    return _together(forward, [(each, count) for each, _, count in blocks]), _together(
-        backward, [(each, count) for _, each, count in blocks]
+    blocks = [(_block_works(rank, block, pieces), count) for block, count in content.blocks]
+    ends = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
+    forward, backward = (
+        _together(sum([totals[back].total for totals in ends]), [(works[back], count) for works, count in blocks])
+        for back in (False, True)
     )
+    return forward, backward
 
 
 def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
@@ -132,16 +147,6 @@ def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
     return PassWork(computed, travels, least, piece)
 
 
-def _end_seconds(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[float, float]:
-    """Return the seconds of embedding and head, forward and backward."""
-    key = content.embedding, content.head, content.heads
-    found = known.ends.get(key)
-    if found is None:
-        totals = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
-        found = known.ends[key] = sum([each[0].total for each in totals]), sum([each[1].total for each in totals])
-    return found
-
-
 def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[float]:
     """Return lower bounds of the seconds of forward and backward of stages, for one micro-batch.
 
@@ -149,22 +154,13 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
     computation or all of its all-to-alls, whichever is longer. Hidden communication slows computation down (`crowding`). The
     bound of several stages together is at most the sum of their bounds.
     """
-    return [each.seconds for each in _stage_bounds(rank, contents, pieces)]
+    return [_stage_bound(rank, content, pieces).seconds for content in contents]
 
 
-def _stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[StageBound]:
-    known, found = _tables_of(rank, pieces), list[StageBound]()
-    for content in contents:
-        bound = known.bounds.get(content)
-        if bound is None:
-            bound = known.bounds[content] = _stage_bound(rank, content, pieces, known)
-        found.append(bound)
-    return found
-
-
-def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> StageBound:
+@shared_by_ops
+def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBound:
     crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
-    for work in _stage_works(rank, content, pieces, known):
+    for work in _stage_works(rank, content, pieces):
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
         piece += work.piece
@@ -184,7 +180,7 @@ def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, sta
     """
     if not pieces.several:
         return [each + 2 * rank.handover.seconds for each in stages]
-    return [each.piece for each in _stage_bounds(rank, contents, pieces)]
+    return [_stage_bound(rank, content, pieces).piece for content in contents]
 
 
 def step_bound(

@@ -1,7 +1,6 @@
 """The cost of every op of a step on one rank: a sequence of (lane, what the seconds are spent on, seconds).
 
-Counts are those of one rank; `parts.py` says what the costs are made of, `attending.py` and `mixing.py` have attention and MoE
-layers. The traffic of a fold follows section 3 of MoE Parallel Folding.
+`parts.py` says what the costs are made of. The traffic of a fold follows section 3 of MoE Parallel Folding.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, count_by_op
 from foldray.fold import Fold
@@ -28,14 +29,13 @@ from foldray.kinds import (
     REDUCE,
     ROUTE,
 )
-from foldray.planner.attending import AttentionParts
 from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.layout import Content
 from foldray.planner.lists import block_of
-from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey, OpTables, Totals
-from foldray.planner.mixing import MixtureParts
+from foldray.planner.memo import Memo, Table, shared
 from foldray.planner.network import Network
+from foldray.planner.parts import AttentionParts, MixtureParts
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, Issue, LaneSeconds, Op
 
@@ -96,6 +96,20 @@ class OpWork:
         return price
 
 
+class Totals(NamedTuple):
+    """Seconds of all pieces of a kind together, of the first piece, and of the shortest piece."""
+
+    total: float
+    first: float
+    least: float
+
+
+shared_by_fold = shared(attrgetter("fold_table"))
+"""Decorator for results that ranks share if their fold and stage of ZeRO are the same."""
+shared_by_ops = shared(attrgetter("ops_table"))
+"""Decorator for results that ranks share if all their ops cost the same."""
+
+
 class RankCosts(AttentionParts, MixtureParts):
     """The costs of one rank's ops, reductions and handovers under a fold.
 
@@ -120,12 +134,9 @@ class RankCosts(AttentionParts, MixtureParts):
         self.job, self.model, self.fold, self.device = job, job.model, fold, device
         self.sequences, self.zero = sequences, zero
         self.memo = Memo() if memo is None else memo
-        if (fold, zero) not in self.memo.folds:
-            network = Network(fold, device)
-            self.memo.folds[fold, zero] = FoldTables(network, self._traits(network))
-        self.tables = self.memo.folds[fold, zero]
-        self.network = self.tables.network
-        self._own: dict[tuple[str, BlockSpec | None], OpTables] = {}
+        self.fold_table = self.memo[fold, zero]
+        self.network, self._traits = self._network_and_traits()
+        self._op_tables: dict[tuple[str, BlockSpec | None], Table] = {}
 
     def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
         """Return the price of an op.
@@ -136,12 +147,11 @@ class RankCosts(AttentionParts, MixtureParts):
             tokens: the tokens that it works on, as positions in the rank's share of a sequence.
             block: its block; None for embedding and head.
         """
-        prices = self._tables_of(kind, block).prices
-        key = back, tokens.start if kind == ATTENTION else 0, len(tokens)
-        found = prices.get(key)
-        if found is None:
-            found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
-        return found
+        table, key = self._table_of(kind, block), (back, tokens.start if kind == ATTENTION else 0, len(tokens))
+        price: Price | None = table.get(key)
+        if price is None:
+            price = table[key] = Price.of(PRICES[kind](self, block, tokens, back))
+        return price
 
     def issue(self, price: Price) -> float:
         """Return how many seconds the host needs to issue an op."""
@@ -162,41 +172,37 @@ class RankCosts(AttentionParts, MixtureParts):
             kind, block: as for `price`.
             cut: the tokens of each piece.
         """
-        totals = self._tables_of(kind, block).totals
-        found = totals.get(cut)
-        if found is None:
-            found = totals[cut] = self._totals(kind, cut, False, block), self._totals(kind, cut, True, block)
-        return found
+        table, key = self._table_of(kind, block), ("totals", cut)
+        totals: tuple[Totals, Totals] | None = table.get(key)
+        if totals is None:
+            totals = table[key] = self._totals(kind, cut, False, block), self._totals(kind, cut, True, block)
+        return totals
 
     def _totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
         seconds = [self.price(kind, back, tokens, block).seconds for tokens in pieces_of(cut)]
         return Totals(sum(seconds), seconds[0], min(seconds))
 
     @cached_property
-    def blocks(self) -> BlockTables:
-        """Tables that ranks share if all their ops cost the same."""
-        key = BlockKey(self.sequences, tuple(self.tables.traits.values()))
-        if key not in self.memo.blocks:
-            self.memo.blocks[key] = BlockTables()
-        return self.memo.blocks[key]
+    def ops_table(self) -> Table:
+        """The table that ranks share if all their ops cost the same."""
+        return self.memo[self.sequences, *self._traits.values()]
 
-    def _tables_of(self, kind: str, block: BlockSpec | None) -> OpTables:
-        """Return the tables of a kind of op in a block. Ranks share them if this kind of op costs the same for them."""
-        tables = self._own.get((kind, block))
-        if tables is None:
-            key = OpKey(kind, block, self.sequences, self.tables.traits[kind])
-            tables = self.memo.ops.get(key)
-            if tables is None:
-                tables = self.memo.ops[key] = OpTables()
-            self._own[kind, block] = tables
-        return tables
+    def _table_of(self, kind: str, block: BlockSpec | None) -> Table:
+        """Return the table that ranks share if this kind of op in this block costs the same for them."""
+        table = self._op_tables.get((kind, block))
+        if table is None:
+            table = self._op_tables[kind, block] = self.memo[kind, block, self.sequences, self._traits[kind]]
+        return table
 
-    def _traits(self, network: Network) -> dict[str, tuple]:
-        fold, shape = self.fold, network.shape
+    @shared_by_fold
+    def _network_and_traits(self) -> tuple[Network, dict[str, tuple]]:
+        """Return the links under the fold and, for each kind of op, sizes and shapes of groups that its price depends on."""
+        network, fold = Network(self.fold, self.device), self.fold
+        shape = network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
         rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" or self.job.wire is not None else ()
-        own: dict[str, tuple] = {
+        traits: dict[str, tuple] = {
             EMBED: tensor,
             PROJECT: tensor,
             GATHER: (*tensor, fold.cp, shape("cp")),
@@ -209,7 +215,7 @@ class RankCosts(AttentionParts, MixtureParts):
             MERGE: rows,
             HEAD: tensor,
         }
-        return {kind: (*each, *spread) for kind, each in own.items()}
+        return network, {kind: (*sizes, *spread) for kind, sizes in traits.items()}
 
     @cached_property
     def weights(self) -> dict[tuple[str, BlockSpec | None], float]:

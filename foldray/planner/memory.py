@@ -17,9 +17,8 @@ from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import Candidate, Pieces
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, shared_by_fold, shared_by_ops
 from foldray.planner.layout import Content, PipelineLayout
-from foldray.planner.memo import ActivationKey, Held
 from foldray.planner.muon import elements, moment
 from foldray.planner.working import after_backward, buffers, head_logits, networks, passing_keys, unreduced
 from foldray.schedule import PipelineGraph, passes
@@ -201,12 +200,18 @@ def least_memory(
     return found + rank.device.share["workspace"] * GIB
 
 
+class Held(NamedTuple):
+    """Bytes for the parameters of a rank: weights (with float32 copies), float32 sums of gradients, the optimizer's state."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+@shared_by_fold
 def content_parameters(rank: RankCosts, content: Content) -> Held:
     """Return the bytes for the parameters of a position."""
-    known = rank.tables.parameters
-    if content not in known:
-        known[content] = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content), elements(rank, content))
-    return known[content]
+    return parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content), elements(rank, content))
 
 
 def parameters(
@@ -267,6 +272,7 @@ def blocks_in_flight(
     return list(found.items())
 
 
+@shared_by_ops
 def block_activations(
     rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: bool = False, imbalance: float = 1.0
 ) -> float:
@@ -281,13 +287,6 @@ def block_activations(
         sliced: whether attention works on slices.
         imbalance: rows of the fullest rank over the mean.
     """
-    known, key = rank.blocks.activations, ActivationKey(block, again, sliced, imbalance)
-    if key not in known:
-        known[key] = _block_activations(rank, block, again, sliced, imbalance)
-    return known[key]
-
-
-def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...], sliced: bool, imbalance: float) -> float:
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # the input and the output of attention

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 
-from foldray.blueprint import BlockSpec, FeedForwardSpec, ModelSpec
+from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, ModelSpec, overload
 from foldray.fold import Fold
-from foldray.kinds import EMBED, EXPERT
+from foldray.kinds import ATTENTION, EMBED, EXPERT, MERGE, PROJECT, ROUTE
 from foldray.planner.candidate import Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import counts
 from foldray.planner.network import Network, Travel
+from foldray.planner.rows import Travelling, travelling
 from foldray.planner.shares import Work
 from foldray.schedule import COMPUTE
 
@@ -117,3 +119,204 @@ class Parts(ABC):
     @staticmethod
     def _travel(what: str, travel: Travel) -> Work:
         return Work(travel.lane, what, travel.seconds)
+
+
+class AttentionParts(Parts):
+    """What `Parts` has, and attention. Its cost over slices follows FoldMoE's formula (5), but counts keys causally."""
+
+    def _attention(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        spec, fold, shared = block.attention, self.fold, self.fold.cp * self.fold.tp
+        wide, own = self._rows(tokens) * fold.tp, spec.cut(fold.tp)
+        whole = len(tokens) * shared == self.job.seq_len
+        if whole or fold.cp == 1:
+            yield from self._projected(block, tokens, back)
+        yield self._travel("tp", self.network.gather("tp", wide * self._width))
+        seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys per query
+        queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
+        core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (own.queries + own.outputs), queries)
+        yield Work(COMPUTE, "attention", core)
+        if own.sinks:
+            yield self._memory(2 * wide * own.outputs * self.device.bytes)
+        if fold.cp > 1 and whole:
+            # A ring passes keys and values on while it attends to those that have arrived, and an all-gather brings all of them
+            # first. Backward brings them again, and their float32 gradients back.
+            travel = self._keys(spec, wide, self.device.bytes + 4 * back)
+            hidden = core * (fold.cp - 1) / fold.cp if self.job.context == "ring" else 0.0
+            yield Work(travel.lane, "cp", max(0.0, travel.seconds - hidden))
+        if fold.cp > 1 or not whole:
+            yield from self._parts(own, tokens, whole, wide, back)
+        yield from self._products("gemm", wide, own.outputs, self.model.hidden, back)
+        yield self._launch(ATTENTION, back)
+        if not whole and fold.cp > 1:
+            yield self._launch(PROJECT, back, times=-1)
+
+    def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        yield from self._projected(block, tokens, back)
+        yield self._launch(PROJECT, back)
+
+    def _projected(self, block: BlockSpec, tokens: range, back: bool) -> Iterator[Work]:
+        """Yield the work for queries, keys and values, with norm, residual and TP's gather."""
+        n, own = self._rows(tokens), block.attention.cut(self.fold.tp)
+        wide = n * self.fold.tp
+        yield from self._zero3(ATTENTION, block, back)
+        if block.mtp:
+            yield from self._joined(n, back)
+        heads = wide * (own.queries + own.keys) * self.device.bytes  # bytes of the queries and keys, which turn
+        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
+        if own.norm != "none":
+            yield self._memory((2 if back else 1) * 2 * heads)
+            yield self._launch("head_norm", back)
+        if own.norm == "all":  # the sums of squares, or their gradients
+            yield self._travel("tp", self.network.reduce("tp", 8 * wide))
+        if own.bias != "none":
+            yield self._memory((2 if back else 1) * wide * (own.queries + own.keys + own.values) * self.device.bytes)
+        if own.latent:
+            yield from self._latent(own, n, back)
+            return
+        yield from self._tensor(wide, back, ways=1)
+        yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
+
+    def _latent(self, own: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work of latent attention for queries, keys and values."""
+        hidden, wide, narrow = self.model.hidden, n * self.fold.tp, sum(own.downs.values())
+        yield from self._products("gemm", n, hidden, narrow, back)
+        yield self._memory((2 if back else 1) * 4 * n * narrow * self.device.bytes)
+        yield self._travel("tp", self.network.gather("tp", wide * narrow * self.device.bytes))
+        if own.latent and not own.latent.query_rank:
+            yield from self._tensor(wide, back, ways=1)
+        for inside, width in own.inputs.values():
+            yield from self._products("gemm", wide, inside or hidden, width, back)
+
+    def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        """Yield the travel of a slice's keys and values; in backward, of their float32 gradients."""
+        assert block
+        wide = self._rows(tokens) * self.fold.tp
+        yield self._travel("cp", self._keys(block.attention, wide, 4 if back else self.device.bytes))
+
+    def _keys(self, spec: AttentionSpec, wide: float, each: float) -> Travel:
+        """Return the travel of keys and values of `wide` tokens per rank, with `each` bytes per number."""
+        own = spec.cut(self.fold.tp)
+        return self.network.gather("cp", wide * self.fold.cp * (own.keys + own.values) * each)
+
+    def _parts(self, own: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
+        """Yield the work to merge the parts of attention: float32 results in forward, float32 gradients in backward.
+
+        Each part attends to some of the keys. In a ring, the fullest rank has two parts for the keys of every member, and a
+        third part for its own keys. A slice (with CP, each of its two chunks on a rank) has one part for all tokens before
+        it, if there are any, and one part for itself. So have the chunks of a whole sequence whose keys are gathered; those of
+        the fullest rank all have tokens before them.
+        """
+        fold = self.fold
+        chunks = 1 if fold.cp == 1 else 2
+        ring = whole and self.job.context == "ring"
+        parts = 2 * fold.cp + 1 if ring else 2 * chunks - (tokens.start == 0 and not whole)
+        shared = fold.cp * fold.tp
+        begin = own.sees.begin(tokens.start * shared)
+        queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences
+        moved = (queries * own.queries + keys * (own.keys + own.values)) if back else (queries - wide) * own.outputs
+        yield self._memory(moved * (8 + self.device.bytes))
+        starts = self.device.launches(counts().kernels["part"] * (parts if back else parts - chunks))
+        yield Work(COMPUTE, "launch", starts, calls=counts().calls["part"][back] * (parts - chunks))
+
+
+class MixtureParts(Parts):
+    """What `Parts` has, and MoE layers."""
+
+    @cached_property
+    def overload(self) -> float:
+        """Rows of the fullest rank over the mean, by the model's routing pattern. The costs are those of the fullest rank."""
+        return overload(self.model, self.fold.ep)
+
+    @cached_property
+    def travelling(self) -> Travelling:
+        """The rows of a token that travel."""
+        return travelling(self.job, self.fold, self.device.bytes)
+
+    def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, moe = self._rows(tokens), _mixture(block)
+        yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
+        yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
+        if moe.shared:
+            yield from self._zero3(ROUTE, block, back)
+            yield from self._dense(n, moe.shared, back)
+        yield self._launch(ROUTE, back)
+        if self.travelling.beside:
+            yield self._launch("once_route", back)
+        yield from self._written(n * self.travelling.room, out=not back)
+
+    def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        # All ranks send alike, and the fullest one receives most, or sends most on the way back. Numbers have no gradients.
+        yield from self._exchanged(tokens, self.travelling.messages(not back, True, back))
+
+    def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._exchanged(tokens, self.travelling.messages(back, False, back))
+
+    def _exchanged(self, tokens: range, messages: list[float]) -> Iterator[Work]:
+        """Yield all-to-alls of messages with so many bytes for a row."""
+        for each in messages:
+            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * each))
+
+    def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
+        rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
+        arrived, beside = self._rows(tokens) * self.travelling.arrived * fold.etp, self.travelling.beside
+        inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
+        yield from self._zero3(EXPERT, block, back)
+        # Gather before the experts, scatter after them; in backward the reverse. So it is with what a node passes on.
+        times, given = 2 if back else 1, beside[:1] if back else beside
+        for each in (self._width, self._width, *given):
+            yield self._travel("etp", self.network.gather("etp", arrived * each))
+        if self.travelling.inside:
+            passed = self._rows(tokens) * self.travelling.inside
+            for each in (self._width, self._width, sum(given)):
+                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * each))
+            yield self._permuted(times * 3 * passed * self._width)
+            yield self._launch("once_inside", back)
+        # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
+        if beside:
+            yield self._permuted(times * (3 * rows + arrived) * self._width)
+            yield self._launch("once_expert", back)
+        elif local > 1:
+            yield self._permuted(times * 4 * rows * self._width)
+        yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * device.bytes)
+        for inside, outside in ((hidden, width), (inner, hidden)):
+            yield Work(COMPUTE, "memory", device.casts(rows * (outside if back else inside)))
+            for weights, (m, k, n) in enumerate(self._three(rows / local, inside, outside, back)):
+                yield Work(COMPUTE, "experts", device.grouped(local, m, k, n), bool(weights))
+            if back:
+                yield self._memory(counts().sums * local * inside * outside)._replace(weights=True)
+        yield self._launch(EXPERT, back)
+        if moe.expert.bias:
+            yield self._launch("expert_bias", back)
+        for out in (True, False):
+            yield from self._written(self._rows(tokens) * self.travelling.fullest, out)
+
+    def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield self._memory((2 if back else 1) * (self.travelling.mean + 3) * self._rows(tokens) * self._width)
+        yield self._launch(MERGE, back)
+        if self.travelling.beside:
+            yield self._launch("once_merge", back)
+        yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)
+
+    def _written(self, rows: float, out: bool) -> Iterator[Work]:
+        """Yield the work to write rows for the wire, or to read them.
+
+        Args:
+            rows: number of rows.
+            out: whether they are on their way to experts.
+        """
+        if self.job.wire is None or (self.fold.ep_across == 1 and not self.fold.disjoint):
+            return
+        scaled = out and self.job.wire == "float8"
+        # The largest number of each group is found first, in a pass of its own.
+        written = self.travelling.out + self.travelling.scales if out else self.travelling.back
+        yield self._memory(rows * ((2 if scaled else 1) * self._width + written))
+        yield self._launch("scaled" if scaled else "narrow", back=False)
+
+
+def _mixture(block: BlockSpec | None) -> MixtureSpec:
+    assert block
+    assert block.moe
+    return block.moe

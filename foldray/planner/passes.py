@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.planner.bounds import ends_of, stage_work
@@ -15,7 +16,6 @@ from foldray.planner.candidate import Candidate
 from foldray.planner.costs import RankCosts, pieces_of
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StageList, stage_list
-from foldray.planner.memo import Moment, Pass
 from foldray.planner.shares import Price, Stretch
 from foldray.schedule import Direction, Host, Ordering, Overlap, Reduction, gathers
 
@@ -23,6 +23,28 @@ BOTH: tuple[Direction, ...] = ("F", "B")
 LAGS = (1, 2, 3)
 _FEW, _SMALL = 4, 0.02  # pieces; share of a pass
 _BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
+
+
+class Moment(NamedTuple):
+    """The moment at which a pass takes over or hands over a piece.
+
+    Args:
+        part: number of the part of the micro-batch (`StepGraph.batch_degree`).
+        tokens: the tokens of the piece.
+        seconds: from the start of the pass until it takes the piece over, or from when it hands the piece over until its end.
+    """
+
+    part: int
+    tokens: range
+    seconds: float
+
+
+class Pass(NamedTuple):
+    """The time of one pass of a stage, and the pieces that it takes over and hands over, in their order."""
+
+    stretch: Stretch
+    taken: Sequence[Moment] = ()
+    given: Sequence[Moment] = ()
 
 
 def overlap_of(ordering: Ordering, direction: Direction) -> Overlap:
@@ -71,13 +93,13 @@ class Passes:
     def __init__(self, candidate: Candidate, rank: RankCosts):
         self.candidate, self.rank, self.pieces = candidate, rank, candidate.pieces
         self._crowding = rank.device.share["crowding"]
-        self._tables = {
-            direction: rank.blocks.stages.setdefault(_orders(candidate.ordering, direction), {}) for direction in BOTH
+        self._passes: dict[Direction, dict[tuple[StageForm, bool], Pass]] = {
+            direction: rank.ops_table.setdefault((direction, _orders(candidate.ordering, direction)), {}) for direction in BOTH
         }
 
     def of(self, form: StageForm, direction: Direction) -> Pass:
         """Return one pass of a stage, for one micro-batch."""
-        key, known = (form, direction, True), self._tables[direction]
+        key, known = (form, True), self._passes[direction]
         if key not in known:
             drains = overlap_of(self.candidate.ordering, direction).row.drains
             known[key] = (self._drained if drains else self._streamed)(form, direction)
@@ -120,8 +142,7 @@ class Passes:
             hands_over: whether the block is the last one of its stage, and the stage hands its output over.
         """
         inside = direction == "F" and not hands_over and self.pieces.several
-        key = StageForm((block,), False, False), direction, not inside
-        known = self._tables[direction]
+        key, known = (StageForm((block,), False, False), not inside), self._passes[direction]
         if key not in known:
             # The last one of three stages hands nothing over, so its block is like one inside a stage; its head comes after it.
             known[key] = self._simulated(((block,),) * 3, 2 if inside else 1, direction, head=False)

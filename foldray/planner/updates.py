@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, shared_by_fold
 from foldray.planner.layout import Content, PipelineLayout, Positions
-from foldray.planner.memo import Update
 from foldray.planner.muon import Matrices, matrices
 from foldray.planner.muon import seconds as muon_seconds
 from foldray.schedule import Reduction
@@ -16,6 +15,25 @@ WHOLE = Reduction("end")
 """The reduction with the fewest messages. Optimizer and gather of weights are the same for all reductions."""
 
 
+class Update(NamedTuple):
+    """The update of those parameters of a stage whose gradients are summed over one group family.
+
+    Args:
+        family: the name for its seconds in reports: `edp` for experts, `dp_cp` for all others.
+        lane: the lane of its messages.
+        chunks: number of chunks of gradients.
+        reduce, gather, optimizer: seconds of the reduction, of the gather of weights, and of the optimizer.
+    """
+
+    family: str
+    lane: str
+    chunks: float
+    reduce: float
+    gather: float
+    optimizer: float
+
+
+@shared_by_fold
 def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tuple[Update, ...]:
     """Return the updates of a stage, one per group family of its parameters.
 
@@ -23,14 +41,9 @@ def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tu
     reads a gradient, and writes a weight in the dtype of computation. With Muon, matrices of hidden layers have one moment, and
     an update besides.
     """
-    if reduction not in rank.tables.updates:
-        rank.tables.updates[reduction] = {}
-    known = rank.tables.updates[reduction]
-    if content not in known:
-        own = {each.family: each for each in matrices(rank, content)}
-        counts = rank.elements(content).items()
-        known[content] = tuple(_update(rank, family, count, own.get(family), reduction) for family, count in counts)
-    return known[content]
+    hidden = {each.family: each for each in matrices(rank, content)}
+    counts = rank.elements(content).items()
+    return tuple(_update(rank, family, count, hidden.get(family), reduction) for family, count in counts)
 
 
 def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None, reduction: Reduction) -> Update:

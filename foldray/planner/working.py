@@ -6,12 +6,13 @@ Of what comes one after another, the fullest counts. The bytes of a network's ba
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from foldray.blueprint import BlockSpec, FeedForwardSpec
 from foldray.kinds import ATTENTION, EXPERT, FFN
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, shared_by_fold
 from foldray.planner.hardware import counts
 from foldray.planner.layout import Content
-from foldray.planner.memo import Shared
 from foldray.schedule import Slicing
 
 _SUM = 4  # bytes of an element of a sum of gradients, and of the head's float32 numbers
@@ -172,11 +173,17 @@ def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
     return max(_SUM * leaving, rank.device.bytes * (shared.own + 3 * shared.largest) - several * unreduced(rank, content))
 
 
-def _shared(rank: RankCosts, content: Content) -> Shared:
+class _Shared(NamedTuple):
+    """Numbers of parameters whose optimizer several ranks share: all, the largest gradient class, and a rank's share of it."""
+
+    whole: float
+    largest: float
+    own: float
+
+
+@shared_by_fold
+def _shared(rank: RankCosts, content: Content) -> _Shared:
     """Return the parameters of a position whose optimizer several ranks share."""
-    known = rank.tables.shared
-    if content not in known:
-        sizes = {family: (count, rank.fold.group_size(family)) for family, count in rank.elements(content).items()}
-        shared = [(count, count / ranks) for count, ranks in sizes.values() if ranks > 1]
-        known[content] = Shared(sum(count for count, _ in shared), *max(shared, default=(0.0, 0.0)))
-    return known[content]
+    sizes = [(count, rank.fold.group_size(family)) for family, count in rank.elements(content).items()]
+    shared = [(count, count / ranks) for count, ranks in sizes if ranks > 1]
+    return _Shared(sum(count for count, _ in shared), *max(shared, default=(0.0, 0.0)))
