@@ -31,10 +31,6 @@ def named_nodes(cluster: str, world: int) -> list[Node]:
     Args:
         cluster: sizes of nodes, such as "3,5" or "16x8"; or the name of a cluster that comes with foldray, or a hardware file,
             whose nodes are as many as the ranks need.
-        world: number of ranks.
-
-    Raises:
-        UserError: it is none of these, or there are too few seats.
     """
     if _SIZES.fullmatch(cluster):
         parts = [part.rpartition("x") for part in cluster.split(",")]
@@ -66,11 +62,7 @@ class Seats:
 
     @classmethod
     def of(cls, edges: Edges, nodes: Sequence[Node], in_bytes: bool) -> Seats:
-        """Find the best arrangement.
-
-        Raises:
-            UserError: the nodes have too few seats, or there are too many ranks.
-        """
+        """Find the best arrangement."""
         if (world := edges.fold.world_size) > _MOST_RANKS:
             raise UserError("world_size", world, f"at most {_MOST_RANKS} ranks are put on nodes")
         fold, rooms = edges.fold, [Room(number, node.seats) for number, node in enumerate(nodes)]

@@ -50,9 +50,6 @@ def worlds(recipe: Recipe) -> dict[int, Recipe]:
     rank needs not much more memory. If all of these need much more, it is the legal fold that needs least.
     Everything but the section `fold` and the number of workers stays, so the batch and the order of the text do, too. Numbers of
     workers without a legal fold are left out, and of more than `MOST_WORLDS` numbers all but every n-th.
-
-    Raises:
-        UserError: the hardware that the recipe names is unknown.
     """
     least = recipe.cluster.min_workers or recipe.cluster.workers
     if least == recipe.cluster.workers:

@@ -57,14 +57,9 @@ def allocate(demand: Demand, gpus: int, flops: float, nics: int, nic_rate: float
     """Return the best of all allocations.
 
     Args:
-        demand: FLOPs and bytes of a layer.
-        gpus: number of GPUs. Every GPU goes to one side.
         flops: FLOP/s that a GPU reaches.
         nics: number of adapters. Any of them may serve either side.
         nic_rate: bytes per second of an adapter, in each direction.
-
-    Raises:
-        UserError: there are fewer than two GPUs, or fewer than two adapters.
     """
     for name, count, what in (("gpus", gpus, "GPU"), ("nics", nics, "network adapter")):
         if count < 2:

@@ -45,11 +45,7 @@ def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
 
 
 def ops_of_pass(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
-    """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops.
-
-    Args:
-        back: whether the pass is a backward pass.
-    """
+    """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops."""
     own = _ops(rank, block, pieces)
     return [(each, back) for each in own] + [(each, False) for each in (_recomputed(own, pieces) if back else ())]
 
@@ -173,9 +169,6 @@ def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, sta
     The next stage begins after the whole pass, or after its first piece if there are several.
 
     Args:
-        rank: the costs of a rank.
-        contents: the contents of the stages.
-        pieces: how a rank cuts its micro-batches.
         stages: lower bounds of the seconds of forward and backward of each stage.
     """
     if not pieces.several:
@@ -193,7 +186,6 @@ def step_bound(
     first position updates its weights.
 
     Args:
-        layout: the stages of the pipeline.
         micro_batches: micro-batches of one data-parallel place.
         stages: for every form of stage, seconds of forward and backward of one micro-batch.
         behind: for every different content of positions, seconds after the last backward.
@@ -214,11 +206,8 @@ def fold_bound(
     """Return a lower bound of the seconds of a step, for any number of stages per position.
 
     Args:
-        rank: the costs of a rank.
-        positions: the contents of all positions.
         hop: lower bound of the seconds until the stage after a position's first stage can begin, forward and backward.
         micro_batches, behind: as for `step_bound`.
-        pieces: how a rank cuts its micro-batches.
     """
     first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
     # The last of equal positions waits longest.

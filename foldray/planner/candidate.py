@@ -117,10 +117,6 @@ class Candidate:
         virtual_stages: stages per pipeline position.
         zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.
         stage_layers: number of blocks of each stage; None cuts evenly.
-
-    Raises:
-        UserError: the fold does not divide the model or the batch, the parts do not divide the micro-batch, or training has no
-            pipeline schedule for the candidate.
     """
 
     job: Job

@@ -142,8 +142,6 @@ class RankCosts(AttentionParts, MixtureParts):
         """Return the price of an op.
 
         Args:
-            kind: kind of the op.
-            back: whether it is a backward op.
             tokens: the tokens that it works on, as positions in the rank's share of a sequence.
             block: its block; None for embedding and head.
         """
@@ -169,7 +167,6 @@ class RankCosts(AttentionParts, MixtureParts):
         """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.
 
         Args:
-            kind, block: as for `price`.
             cut: the tokens of each piece.
         """
         table, key = self._table_of(kind, block), ("totals", cut)
@@ -281,11 +278,7 @@ class RankCosts(AttentionParts, MixtureParts):
         return self.handover_of(self.job.seq_len // (self.fold.cp * self.fold.tp))
 
     def handover_of(self, tokens: int) -> Work:
-        """Return the work of a piece of a handover.
-
-        Args:
-            tokens: tokens of the piece, in the rank's share of a sequence.
-        """
+        """Return the work of a piece of a handover."""
         return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
 
 

@@ -101,11 +101,7 @@ class Hardware(Strict):
     )
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of one GPU for a dtype.
-
-        Raises:
-            UserError: the hardware file has no peak for this dtype.
-        """
+        """Return the peak FLOP/s of one GPU for a dtype."""
         if dtype not in self.peak_tflops:
             raise UserError("dtype", dtype, f"has no peak in hardware {self.name}", self.peak_tflops)
         return self.peak_tflops[dtype] * 1e12
@@ -150,9 +146,6 @@ def load_hardware(name: str, field: str = "cluster") -> Hardware:
     Args:
         name: name of a cluster, or path of a .yaml or .yml file.
         field: the option or recipe key that names the cluster.
-
-    Raises:
-        UserError: the cluster is unknown, the file cannot be read, or a value of the file is illegal.
     """
     path = _HERE / "hardware" / f"{name.lower()}.yaml"
     if name.lower() not in known_hardware():

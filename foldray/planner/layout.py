@@ -95,12 +95,7 @@ class PipelineLayout:
 
 @lru_cache(maxsize=1024)
 def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineLayout:
-    """Return the layout of stages.
-
-    Args:
-        stages: the blocks of every stage.
-        pp: number of pipeline positions.
-    """
+    """Return the layout of stages."""
     last = len(stages) - 1
     numbers: dict[StageForm, int] = {}
     form_of = tuple(

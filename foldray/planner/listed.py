@@ -50,13 +50,7 @@ class Listed(NamedTuple):
 
 
 def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
-    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
-
-    Args:
-        planned: the candidate.
-        hardware: the cluster.
-        imbalance: rows of the fullest rank over the mean, for the memory.
-    """
+    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits."""
     found = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
     return min(found, key=lambda each: (not each.fits, each.seconds))
 
@@ -68,9 +62,6 @@ def step_seconds(candidate: Candidate, device: Device, memo: Memo | None = None,
     (`first_list`), and of many micro-batches, fewer are simulated than for `with_kind`.
 
     Args:
-        candidate: the candidate, whose workers have attention and experts.
-        device: its devices.
-        memo: tables of known results.
         whole: whether all steps are simulated, which takes longer.
     """
     if candidate.ordering.of_stages and not whole:
@@ -83,15 +74,6 @@ def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, 
     """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
 
     A found list may keep as much as there is memory for (`AHEADS`). More is recomputed if even the least is too much.
-
-    Args:
-        candidate: the candidate, whose reductions stay.
-        kind: name of an overlap kind.
-        degree: number of pieces of a sequence.
-        hardware, imbalance: as for `with_list`.
-
-    Raises:
-        UserError: the sequence cannot be cut in this way.
     """
     device = Device.of(candidate.job, hardware)
     for other in _less_and_less(candidate, kind, degree):

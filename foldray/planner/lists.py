@@ -61,11 +61,7 @@ def stage_list(
     """Return the compiled list of one pass of one stage, for all parts of a micro-batch.
 
     Args:
-        stages: the blocks of every stage.
-        number: number of the stage.
-        direction: F or B.
         overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
-        gathers: as in `StepGraph`.
     """
     graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree, gathers=gathers)
 

@@ -56,13 +56,7 @@ class Memory(NamedTuple):
 
 
 def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Memory:
-    """Return the memory of a rank at the fullest position.
-
-    Args:
-        candidate: the candidate.
-        rank: the costs of the candidate's ranks.
-        imbalance: rows of the fullest rank over the mean, beyond the model's routing pattern.
-    """
+    """Return the memory of a rank at the fullest position."""
     ordering = candidate.ordering
     row = ordering.forward.row
     keeping = Keeping(ordering.ahead if row.found else None, row.weaves)
@@ -156,7 +150,6 @@ def kept_by_list(
         size: bytes that a block of one micro-batch keeps from forward to backward.
         left: bytes that it keeps instead while its gradients of weights are left, if these are more.
         own: number of blocks, over all micro-batches, that the position keeps in the pipeline's own order.
-        micro_batches: number of micro-batches.
         ahead: how much more it may keep, in micro-batches.
         again: whether ops run again.
     """
@@ -174,7 +167,6 @@ def fullest(held: Iterable[tuple[BlockSpec, int]], size: Mapping[BlockSpec, floa
         held: blocks and how many of them the position has.
         size: bytes of a block of one micro-batch.
         most: how many blocks of all micro-batches these are.
-        micro_batches: number of micro-batches.
     """
     left, total = most, 0.0
     for block, count in sorted(held, key=lambda each: -size[each[0]]):
@@ -223,8 +215,6 @@ def parameters(
     sums that it owns. Under ZeRO-1, it also holds its whole gradients; ZeRO-2 and ZeRO-3 free them once they are reduced.
 
     Args:
-        fold: the fold.
-        zero: stage of ZeRO.
         itemsize: bytes of a weight in the dtype of computation.
         count: number of parameters that the rank computes with, by group family of their gradients.
         hidden: the number of those that Muon updates, which have one moment; None without Muon.
@@ -281,11 +271,7 @@ def block_activations(
     These are the tensors that the autograd graphs of foldray's ops hold.
 
     Args:
-        rank: the costs of a rank.
-        block: the block.
         again: kinds of ops whose forward runs again.
-        sliced: whether attention works on slices.
-        imbalance: rows of the fullest rank over the mean.
     """
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
@@ -346,7 +332,6 @@ def summed_rows(rank: RankCosts, block: BlockSpec, rows: float, arrived: float) 
 
     Args:
         rows: number of the experts' rows.
-        arrived: number of rows that have arrived.
     """
     assert block.moe
     numbers = 8 + block.moe.topk * (max(4, rank.device.bytes) + 8 + 1)

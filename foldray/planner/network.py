@@ -85,12 +85,7 @@ class Network:
         return self._shapes[family]
 
     def gather(self, family: str, whole: float) -> Travel:
-        """Return the cost of an all-gather or a reduce-scatter.
-
-        Args:
-            family: group family.
-            whole: bytes of the whole tensor.
-        """
+        """Return the cost of an all-gather or a reduce-scatter."""
         if family not in self._gathers:
             self._gathers[family] = self._gather(self.shape(family))
         return self._gathers[family].travel(whole)
@@ -104,7 +99,6 @@ class Network:
         """Return the cost of an all-to-all with equal shares.
 
         Args:
-            family: group family.
             sent: bytes that a rank sends to all ranks together, itself included.
         """
         if family not in self._exchanges:
@@ -138,7 +132,6 @@ class Network:
         """Return the links within nodes and between nodes for a group.
 
         Args:
-            shape: placement of the group.
             shares: names of the constants with the share of each link's speed that is reached.
         """
         hardware, reached = self.device.hardware, self.device.share
@@ -150,7 +143,6 @@ class Network:
         """Return the cost of a collective that uses both links at once. The slower link decides.
 
         Args:
-            shape: placement of the group.
             inside, across: seconds per byte, within a node and between nodes.
             start: seconds to start all messages, one after another.
         """

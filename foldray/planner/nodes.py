@@ -147,7 +147,6 @@ class Refinement:
         """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction.
 
         Args:
-            node: the node.
             needless: whether the search needs no candidate with this memory. These are left out.
         """
         what = node.what

@@ -304,7 +304,6 @@ class MixtureParts(Parts):
         """Yield the work to write rows for the wire, or to read them.
 
         Args:
-            rows: number of rows.
             out: whether they are on their way to experts.
         """
         if self.job.wire is None or (self.fold.ep_across == 1 and not self.fold.disjoint):

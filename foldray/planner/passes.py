@@ -167,8 +167,6 @@ class Passes:
 
         Args:
             stages: the blocks of all stages.
-            number: number of the stage.
-            direction: direction of the pass.
             head: whether the head counts. If not, the head must come after all other ops.
         """
         ordering, slicing = self.candidate.ordering, self.pieces.slicing
@@ -210,8 +208,6 @@ def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[i
     The neighbour starts at the earliest moment from which it never waits for a piece.
 
     Args:
-        given: the pieces that the pass hands over.
-        taken: the pieces that its neighbour takes over.
         seconds: number of tokens → seconds of the handover of a piece.
     """
     arrived, found = -float("inf"), -float("inf")

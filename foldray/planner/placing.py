@@ -66,9 +66,6 @@ def roofline(space: Space) -> tuple[Demand, Allocation]:
 
     Args:
         space: the job and the cluster. Every GPU has one adapter.
-
-    Raises:
-        UserError: there are too few GPUs, or the model has no MoE block.
     """
     model, job, device = space.job.model, space.job, Device.of(space.job, space.hardware)
     attention, experts = half_flops(model, job.seq_len)
@@ -85,12 +82,8 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
 
     Args:
         space: the job, the cluster, and its pins for tp, cp, pp (the positions of each side) and ep.
-        top: number of placements to return.
         most: most placements whose steps are simulated with AF-Pipe. The fastest ones are then also simulated with gradients of
             weights apart, and with found lists.
-
-    Raises:
-        UserError: there is no legal placement, or the model predicts further tokens.
     """
     check_apart(space.job.model)
     numbers = itertools.count()

@@ -73,16 +73,7 @@ class Reduced(NamedTuple):
 
 
 def predict(candidate: Candidate, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Prediction:
-    """Predict the step time of one candidate.
-
-    Args:
-        candidate: the candidate.
-        hardware: the cluster.
-        changed: constants that replace those of the files.
-
-    Raises:
-        UserError: the hardware has no peak for the job's dtype.
-    """
+    """Predict the step time of one candidate."""
     return Step(candidate, OpWork(candidate, Device.of(candidate.job, hardware, changed))).prediction()
 
 

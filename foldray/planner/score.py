@@ -61,11 +61,7 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read published measurements from a CSV file with the columns `COLUMNS`. `mfu_pct` may be empty.
-
-    Raises:
-        UserError: the file cannot be read, a column is missing, or a row has an illegal value.
-    """
+    """Read published measurements from a CSV file with the columns `COLUMNS`. `mfu_pct` may be empty."""
     reader = csv.DictReader(io.StringIO(read_text("score", path), newline=""))
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
@@ -134,16 +130,7 @@ class Scored(NamedTuple):
 
 
 def score(rows: Sequence[Row], hardware: Hardware, changed: Mapping[str, float] | None = None) -> list[Scored]:
-    """Predict every row.
-
-    Args:
-        rows: published measurements.
-        hardware: the cluster.
-        changed: constants that replace those of the files.
-
-    Raises:
-        UserError: the hardware has no peak for a row's dtype.
-    """
+    """Predict every row."""
     found = []
     for row in rows:
         prediction = predict(row.candidate, hardware, changed)
@@ -172,11 +159,7 @@ def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | Non
 
     Args:
         rows: published measurements; those without MFU are ignored.
-        hardware: the cluster.
         near: constants to start from, to save time. The pull is still towards the default values.
-
-    Raises:
-        UserError: no row has a measurement.
     """
     import numpy as np
     from scipy.optimize import least_squares
@@ -201,11 +184,7 @@ def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | Non
 
 
 def left_out(rows: Sequence[Row], hardware: Hardware) -> Iterator[Scored]:
-    """Predict every row with constants that are fitted to all other rows.
-
-    Raises:
-        UserError: fewer than two rows have a measurement.
-    """
+    """Predict every row with constants that are fitted to all other rows."""
     near = fit(rows, hardware)
     for row in rows:
         yield from score([row], hardware, fit([other for other in rows if other is not row], hardware, near))

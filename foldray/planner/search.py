@@ -35,9 +35,6 @@ def search(space: Space, top: int = 10) -> Found:
     """Search a space for the `top` best candidates, and for the front of time and memory.
 
     This is a best-first search (A*): the queue sorts nodes by their bound of time, and the refinements of a node replace it.
-
-    Raises:
-        UserError: no fold is legal.
     """
     refinement = Refinement(space)
     folds = list(refinement.folds())

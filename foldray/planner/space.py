@@ -107,11 +107,7 @@ class Space:
 
 
 def legal_folds(model: ModelSpec, seq_len: int, gpus: int, pins: Mapping[str, int] = MappingProxyType({})) -> Iterator[Fold]:
-    """Yield every fold of `gpus` ranks that divides a model and its sequences.
-
-    Args:
-        pins: axis → size, for axes with a fixed size.
-    """
+    """Yield every fold of `gpus` ranks that divides a model and its sequences."""
 
     def sizes(axis: str, among: int, legal: Callable[[int], bool]) -> list[int]:
         found = [n for n in divisors(among) if legal(n)]

@@ -68,9 +68,7 @@ def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int, weig
 
     Args:
         blocks: the blocks, with those of multi-token prediction, which are in the last stage.
-        pp: number of pipeline positions.
         micro_batches: micro-batches of a step.
-        weights: how long blocks and ends compute.
     """
     further = sum(block.mtp for block in blocks)
     layers = len(blocks) - further

@@ -22,9 +22,6 @@ def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Si
 
     Args:
         quick: whether a list is found by `first_list`.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches.
     """
     graph, ordering = candidate.reducing, candidate.ordering
     if ordering.forward.row.found:
@@ -40,9 +37,6 @@ def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> fl
     """Return the seconds of a step whose every op is simulated (`simulate_step`), with the optimizer of the slowest position.
 
     The wait for the slowest node (`straggling`) is left out.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches.
     """
     behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
     return pass_seconds(candidate, work, quick) + max(behind)

@@ -24,11 +24,6 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
     layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
     under ZeRO-3.
-
-    Args:
-        rank: the costs of a rank.
-        slicing: how a rank's share of a sequence is cut.
-        imbalance: rows of the fullest rank over the mean.
     """
     model, fold, b, travelling = rank.model, rank.fold, rank.device.bytes, rank.travelling
     row = model.hidden * b + sum(travelling.beside)
@@ -45,12 +40,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
 
 
 def head_logits(rank: RankCosts, tokens: int) -> float:
-    """Return the bytes of the logits of a piece at the head's fullest moment.
-
-    Args:
-        rank: the costs of a rank.
-        tokens: tokens of the piece, in the rank's share of a sequence.
-    """
+    """Return the bytes of the logits of a piece at the head's fullest moment."""
     # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
     # fewer at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
     wide = max(_SUM, rank.device.bytes)
@@ -61,14 +51,7 @@ def head_logits(rank: RankCosts, tokens: int) -> float:
 
 
 def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:
-    """Return the bytes that a block's feed-forward network or its experts need while they run, beyond `buffers`.
-
-    Args:
-        rank: the costs of a rank.
-        block: the block.
-        slicing: how a rank's share of a sequence is cut.
-        imbalance: rows of the fullest rank over the mean.
-    """
+    """Return the bytes that a block's feed-forward network or its experts need while they run, beyond `buffers`."""
     tokens, fold, row = max(slicing.moe) * rank.sequences, rank.fold, rank.model.hidden * rank.device.bytes
     found = 0.0
     if block.dense:
@@ -162,8 +145,6 @@ def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
     are gathered buffer by buffer, and are put in order twice.
 
     Args:
-        rank: the costs of a rank.
-        content: the position's stages.
         several: whether the whole sums of ZeRO-2 already count with the parameters.
     """
     if rank.zero not in (1, 2):
