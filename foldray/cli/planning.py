@@ -40,7 +40,7 @@ def plan(given: argparse.Namespace) -> int:
 
 def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
-    from foldray.planner import placed_report, placing, search
+    from foldray.planner import placing, report, search
     from foldray.planner.apart import ApartWork
 
     space = _space(given, machines)
@@ -50,10 +50,10 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     best = placed[0]
     work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
     shared = search.search(space, 1).best[0]
-    found = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
+    found = report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
     if given.picture:
         write_picture(given.picture, lambda path: _roofline_picture(found, space, path))
-    say(json.dumps(placed_report.placements_document(found)) if given.json else placed_report.placements_table(found, machines))
+    say(json.dumps(report.placements_document(found)) if given.json else report.placements_table(found, machines))
     return 0
 
 

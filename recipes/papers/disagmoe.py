@@ -39,11 +39,9 @@ from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
 from foldray.planner.listed import with_kind
 from foldray.planner.memory import GIB
-from foldray.planner.nodes import Planned
-from foldray.planner.placed_report import order
 from foldray.planner.placing import Placed, apart_seconds, search_placements, sides
-from foldray.planner.report import schedule
-from foldray.planner.search import search
+from foldray.planner.report import order, schedule
+from foldray.planner.search import Planned, search
 from foldray.planner.space import Space
 
 MODELS, LENGTHS, TOKENS = ("deepseek-moe", "gpt-oss-120b", "qwen3-235b-a22b"), (4096, 8192, 16384, 32768), 65536

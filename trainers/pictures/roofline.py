@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from foldray.planner.device import Device
-from foldray.planner.placed_report import Comparison
 from foldray.planner.placing import adapters
+from foldray.planner.report import Comparison
 from foldray.planner.space import Space
 
 _ATTENTION, _EXPERTS, _SHARED, _INK = "#2364aa", "#d9630b", "#9ca3af", "#1f2937"
