@@ -18,8 +18,8 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, ledger
-from foldray.planner.search import Planned
 from foldray.planner.prediction import Step, straggling
+from foldray.planner.search import Planned
 from foldray.planner.space import RECOMPUTE
 from foldray.planner.whole import whole_seconds
 from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
