@@ -40,20 +40,20 @@ class StageBound(NamedTuple):
 
 
 def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
-    own = _MOE if block.moe else _DENSE
-    return (PROJECT, GATHER, *own) if gathers(pieces.slicing, rank.fold.cp) else own
+    kinds = _MOE if block.moe else _DENSE
+    return (PROJECT, GATHER, *kinds) if gathers(pieces.slicing, rank.fold.cp) else kinds
 
 
 def ops_of_pass(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
     """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops."""
-    own = _ops(rank, block, pieces)
-    return [(each, back) for each in own] + [(each, False) for each in (_recomputed(own, pieces) if back else ())]
+    kinds = _ops(rank, block, pieces)
+    return [(kind, back) for kind in kinds] + [(kind, False) for kind in (_recomputed(kinds, pieces) if back else ())]
 
 
 def _recomputed(kinds: Sequence[str], pieces: Pieces) -> list[str]:
     """Return the kinds of ops that run again. Projections do if attention does."""
     again = {*pieces.recompute, *((PROJECT,) if ATTENTION in pieces.recompute else ())}
-    return [each for each in kinds if each in again]
+    return [kind for kind in kinds if kind in again]
 
 
 def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
@@ -63,8 +63,10 @@ def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
 
 def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ...]]]:
     """Return the kinds EMBED and HEAD that a content has, each as often as it has it, with the tokens of each of its pieces."""
-    found = [(EMBED, slicing.attention)] if content.embedding else []
-    return [*found, *[(HEAD, slicing.moe if content.head.moe else slicing.attention)] * content.heads] if content.head else found
+    embedding = [(EMBED, slicing.attention)] if content.embedding else []
+    if not content.head:
+        return embedding
+    return embedding + [(HEAD, slicing.moe if content.head.moe else slicing.attention)] * content.heads
 
 
 def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
@@ -84,7 +86,7 @@ def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[Pas
     return forward, backward
 
 
-def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
+def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
     """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
 
     Gathered keys and values do not count: other ops can hide them.
@@ -95,22 +97,22 @@ def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, 
     and weighted sum after them. Backward has the reverse order and the same bounds.
 
     Args:
-        own: the seconds of the ops of this pass.
-        again: the seconds of the ops that run again in it.
+        totals: kind → seconds of the ops of this pass.
+        again: kind → seconds of the ops that run again in it.
     """
     plain = piece = 0.0
-    for kind, each in own.items():
+    for kind, seconds in totals.items():
         if kind not in _TRAVEL:
-            plain += each.total
-        piece += each.least if kind != GATHER else 0.0
+            plain += seconds.total
+        piece += seconds.least if kind != GATHER else 0.0
     computed = plain + sum(again.values())
     if not block.moe:
         return PassWork(computed, 0.0, computed, piece)
-    combine, merge = own[COMBINE], own[MERGE]
-    travels = own[DISPATCH].total + combine.total
+    combine, merge = totals[COMBINE], totals[MERGE]
+    travels = totals[DISPATCH].total + combine.total
     if pieces.hiding == "nothing":
         return PassWork(computed, travels, computed + travels - min(again.get(EXPERT, 0.0), combine.total), piece)
-    bound_by_link = own[ATTENTION].first + own[ROUTE].least + travels + merge.least
+    bound_by_link = totals[ATTENTION].first + totals[ROUTE].least + travels + merge.least
     last_back = plain - merge.total + merge.least + combine.least
     return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)
 
@@ -172,7 +174,7 @@ def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, sta
         stages: lower bounds of the seconds of forward and backward of each stage.
     """
     if not pieces.several:
-        return [each + 2 * rank.handover.seconds for each in stages]
+        return [seconds + 2 * rank.handover.seconds for seconds in stages]
     return [_stage_bound(rank, content, pieces).piece for content in contents]
 
 
@@ -191,13 +193,13 @@ def step_bound(
         behind: for every different content of positions, seconds after the last backward.
         hops: for every form of stage, seconds until the next stage can begin (`hop_bounds`).
     """
-    found, ahead, number_at = 0.0, 0.0, layout.positions.number_at
+    bound, ahead, number_at = 0.0, 0.0, layout.positions.number_at
     first = behind[number_at[0]]
     for number, forms in zip(number_at, layout.forms_at, strict=True):
         computed = micro_batches * sum([stages[form] for form in forms])
-        found = max(found, computed + max(ahead + first, behind[number]))
+        bound = max(bound, computed + max(ahead + first, behind[number]))
         ahead += hops[forms[0]]
-    return found
+    return bound
 
 
 def fold_bound(
@@ -211,5 +213,5 @@ def fold_bound(
     """
     first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
     # The last of equal positions waits longest.
-    each = zip(bounds, positions.last, behind, strict=True)
-    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in each])
+    contents = zip(bounds, positions.last, behind, strict=True)
+    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in contents])

@@ -122,15 +122,7 @@ class RankCosts(AttentionParts, MixtureParts):
         memo: tables of known results, shared by all ranks of one job on one device.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        fold: Fold,
-        device: Device,
-        sequences: float,
-        zero: int = 1,
-        memo: Memo | None = None,
-    ):
+    def __init__(self, job: Job, fold: Fold, device: Device, sequences: float, zero: int = 1, memo: Memo | None = None):
         self.job, self.model, self.fold, self.device = job, job.model, fold, device
         self.sequences, self.zero = sequences, zero
         self.memo = Memo() if memo is None else memo
@@ -221,7 +213,7 @@ class RankCosts(AttentionParts, MixtureParts):
 
     @cached_property
     def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
-        """The same as (those that TP or EP and ETP cut, those that every rank has whole)."""
+        """`weights` as (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank holds whole)."""
         parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
         return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in count_by_op(self.model).items()}
 
@@ -231,18 +223,18 @@ class RankCosts(AttentionParts, MixtureParts):
         An embedding that two stages share counts with the embedding, and again with the head if `content` has only the head.
         """
         keys = Counter[tuple[str, BlockSpec | None]]()
-        for own, count in content.blocks:
-            for kind in (ATTENTION, ROUTE, EXPERT) if own.moe else (ATTENTION, FFN):
-                keys[kind, own] += count
+        for layer, count in content.blocks:
+            for kind in kinds_with_weights(layer):
+                keys[kind, layer] += count
         keys.update([(EMBED, None)] * content.embedding + [(HEAD, None)] * bool(content.head))
-        found = dict.fromkeys(FAMILY.values(), 0.0)
+        elements = dict.fromkeys(FAMILY.values(), 0.0)
         for (kind, block), count in keys.items():
             cut, whole = self._weights[kind, block]
-            found["edp" if kind == EXPERT else "dp_cp"] += count * cut
-            found["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
+            elements["edp" if kind == EXPERT else "dp_cp"] += count * cut
+            elements["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
         if content.head and self.model.shares_embedding and not content.embedding:
-            found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
-        return found
+            elements["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
+        return elements
 
     # The kinds of ops.
 
@@ -280,6 +272,11 @@ class RankCosts(AttentionParts, MixtureParts):
     def handover_of(self, tokens: int) -> Work:
         """Return the work of a piece of a handover."""
         return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
+
+
+def kinds_with_weights(block: BlockSpec) -> tuple[str, ...]:
+    """Return the kinds of ops of a block to which its parameters belong."""
+    return (ATTENTION, ROUTE, EXPERT) if block.moe else (ATTENTION, FFN)
 
 
 def pieces_of(cut: tuple[int, ...]) -> list[range]:

@@ -44,7 +44,7 @@ class Device:
     @cached_property
     def share(self) -> Mapping[str, float]:
         """All constants by name. Those of the hardware file replace defaults, and changed ones replace both."""
-        return {name: each.value for name, each in constants().items()} | self.hardware.constants | dict(self.changed)
+        return {name: row.value for name, row in constants().items()} | self.hardware.constants | dict(self.changed)
 
     @cached_property
     def peak(self) -> float:
@@ -68,27 +68,20 @@ class Device:
         """Bytes per second of element-wise kernels."""
         return self.hardware.memory_gb_s * 1e9 * self.share["memory"]
 
-    def product(self, rows: float, inner: float, columns: float, wide: bool = False) -> float:
-        """Return the seconds of a product [rows, inner] × [inner, columns].
+    def product(self, rows: float, inner: float, columns: float, wide: bool = False, groups: float = 1) -> float:
+        """Return the seconds of products [rows, inner] × [inner, columns] in one kernel.
 
         Args:
-            wide: whether the product is never in fp8.
+            wide: whether the products are never in fp8.
+            groups: number of products.
         """
-        if not rows:
-            return 0.0
-        flops = 2 * rows * inner * columns
-        streamed = self.bytes * (rows * inner + inner * columns + rows * columns)
-        peak = self._wide_peak if wide else self.peak
-        return max(flops / (peak * self._gemm(flops) * self._waves(rows, columns)), streamed / self.bandwidth)
-
-    def grouped(self, groups: float, rows: float, inner: float, columns: float) -> float:
-        """Return the seconds of `groups` products [rows, inner] × [inner, columns] in one kernel."""
         if not rows:
             return 0.0
         flops = 2 * groups * rows * inner * columns
         streamed = groups * self.bytes * (rows * inner + inner * columns + rows * columns)
-        share = self._gemm(flops) * (self.share["grouped"] if groups > 1 else 1.0)
-        return max(flops / (self.peak * share * self._waves(rows, columns, groups)), streamed / self.bandwidth)
+        peak, waves = self._wide_peak if wide else self.peak, full_waves(self.hardware.processors, rows, columns, groups)
+        share = self.share["gemm"] * _between(self.hardware.gemm, flops) * (self.share["grouped"] if groups > 1 else 1.0)
+        return max(flops / (peak * share * waves), streamed / self.bandwidth)
 
     def attention(self, flops: float, tokens: float) -> float:
         """Return the seconds of attention's scores and weighted sums.
@@ -110,13 +103,6 @@ class Device:
     def launches(self, kernels: int) -> float:
         """Return the seconds that the host needs to start `kernels` kernels."""
         return kernels * self.share["launch"]
-
-    def _gemm(self, flops: float) -> float:
-        """Return the share of peak that a product with full waves reaches."""
-        return self.share["gemm"] * _between(self.hardware.gemm, flops)
-
-    def _waves(self, rows: float, columns: float, groups: float = 1) -> float:
-        return full_waves(self.hardware.processors, rows, columns, groups)
 
 
 def full_waves(processors: int, rows: float, columns: float, groups: float = 1) -> float:
@@ -142,7 +128,7 @@ def _between(table: Sequence[tuple[float, float]], size: float) -> float:
     if not table:
         return 1.0
     at = math.log(max(size, 1.0))
-    points = [(math.log(each), share) for each, share in table]
+    points = [(math.log(measured), share) for measured, share in table]
     if at <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in pairwise(points):

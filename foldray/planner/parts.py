@@ -40,7 +40,7 @@ class Parts(ABC):
         """Number of parameters that a rank computes with, by (kind of op, block)."""
 
     def _dense(self, n: float, spec: FeedForwardSpec, back: bool) -> Iterator[Work]:
-        """Yield the work of a feed-forward network that is cut over TP."""
+        """Yield the work of a feed-forward network that TP cuts."""
         wide, inner, width = n * self.fold.tp, spec.inner / self.fold.tp, spec.width / self.fold.tp
         yield from self._tensor(wide, back)
         yield from self._products("gemm", wide, self.model.hidden, width, back)
@@ -56,23 +56,24 @@ class Parts(ABC):
         for _ in range(ways + back):
             yield self._travel("tp", self.network.gather("tp", wide * self._width))
 
-    def _products(self, what: str, rows: float, inside: float, outside: float, back: bool, wide: bool = False) -> Iterator[Work]:
+    def _products(
+        self, what: str, rows: float, inside: float, outside: float, back: bool, wide: bool = False, groups: float = 1
+    ) -> Iterator[Work]:
         """Yield the work of a product [rows, inside] × [inside, outside], or of the two products for its gradients.
 
         Args:
             wide: whether the product is never in fp8.
+            groups: number of matrices of weights, among which the rows are spread evenly.
         """
         if not wide:
             yield Work(COMPUTE, "memory", self.device.casts(rows * (outside if back else inside)))
-        for weights, (m, k, n) in enumerate(self._three(rows, inside, outside, back)):
-            yield Work(COMPUTE, what, self.device.product(m, k, n, wide), bool(weights))
+        m = rows / groups
+        # The gradient of the input, then that of the weights.
+        shapes = ((m, outside, inside), (inside, m, outside)) if back else ((m, inside, outside),)
+        for weights, shape in enumerate(shapes):
+            yield Work(COMPUTE, what, self.device.product(*shape, wide, groups), bool(weights))
         if back:
-            yield self._memory(counts().sums * inside * outside)._replace(weights=True)
-
-    @staticmethod
-    def _three(rows: float, inside: float, outside: float, back: bool) -> tuple[tuple[float, float, float], ...]:
-        """Return the shape of the forward product, or those of the products for the gradients of input and, second, weights."""
-        return ((rows, outside, inside), (inside, rows, outside)) if back else ((rows, inside, outside),)
+            yield self._memory(counts().sums * groups * inside * outside)._replace(weights=True)
 
     def _embedded(self, wide: float, back: bool) -> Iterator[Work]:
         """Yield the work for rows of the embedding."""
@@ -127,17 +128,17 @@ class AttentionParts(Parts):
     def _attention(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         assert block
         spec, fold, shared = block.attention, self.fold, self.fold.cp * self.fold.tp
-        wide, own = self._rows(tokens) * fold.tp, spec.cut(fold.tp)
+        wide, local = self._rows(tokens) * fold.tp, spec.cut(fold.tp)
         whole = len(tokens) * shared == self.job.seq_len
         if whole or fold.cp == 1:
             yield from self._projected(block, tokens, back)
         yield self._travel("tp", self.network.gather("tp", wide * self._width))
         seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys per query
         queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
-        core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (own.queries + own.outputs), queries)
+        core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (local.queries + local.outputs), queries)
         yield Work(COMPUTE, "attention", core)
-        if own.sinks:
-            yield self._memory(2 * wide * own.outputs * self.device.bytes)
+        if local.sinks:
+            yield self._memory(2 * wide * local.outputs * self.device.bytes)
         if fold.cp > 1 and whole:
             # A ring passes keys and values on while it attends to those that have arrived, and an all-gather brings all of them
             # first. Backward brings them again, and their float32 gradients back.
@@ -145,8 +146,8 @@ class AttentionParts(Parts):
             hidden = core * (fold.cp - 1) / fold.cp if self.job.context == "ring" else 0.0
             yield Work(travel.lane, "cp", max(0.0, travel.seconds - hidden))
         if fold.cp > 1 or not whole:
-            yield from self._parts(own, tokens, whole, wide, back)
-        yield from self._products("gemm", wide, own.outputs, self.model.hidden, back)
+            yield from self._parts(local, tokens, whole, wide, back)
+        yield from self._products("gemm", wide, local.outputs, self.model.hidden, back)
         yield self._launch(ATTENTION, back)
         if not whole and fold.cp > 1:
             yield self._launch(PROJECT, back, times=-1)
@@ -158,35 +159,36 @@ class AttentionParts(Parts):
 
     def _projected(self, block: BlockSpec, tokens: range, back: bool) -> Iterator[Work]:
         """Yield the work for queries, keys and values, with norm, residual and TP's gather."""
-        n, own = self._rows(tokens), block.attention.cut(self.fold.tp)
+        n, local = self._rows(tokens), block.attention.cut(self.fold.tp)
         wide = n * self.fold.tp
         yield from self._zero3(ATTENTION, block, back)
         if block.mtp:
             yield from self._joined(n, back)
-        heads = wide * (own.queries + own.keys) * self.device.bytes  # bytes of the queries and keys, which turn
+        heads = wide * (local.queries + local.keys) * self.device.bytes  # bytes of queries and keys, which rope rotates
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
-        if own.norm != "none":
+        if local.norm != "none":
             yield self._memory((2 if back else 1) * 2 * heads)
             yield self._launch("head_norm", back)
-        if own.norm == "all":  # the sums of squares, or their gradients
+        if local.norm == "all":  # the sums of squares, or their gradients
             yield self._travel("tp", self.network.reduce("tp", 8 * wide))
-        if own.bias != "none":
-            yield self._memory((2 if back else 1) * wide * (own.queries + own.keys + own.values) * self.device.bytes)
-        if own.latent:
-            yield from self._latent(own, n, back)
+        made = local.queries + local.keys + local.values
+        if local.bias != "none":
+            yield self._memory((2 if back else 1) * wide * made * self.device.bytes)
+        if local.latent:
+            yield from self._latent(local, n, back)
             return
         yield from self._tensor(wide, back, ways=1)
-        yield from self._products("gemm", wide, self.model.hidden, own.queries + own.keys + own.values, back)
+        yield from self._products("gemm", wide, self.model.hidden, made, back)
 
-    def _latent(self, own: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
+    def _latent(self, local: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
         """Yield the work of latent attention for queries, keys and values."""
-        hidden, wide, narrow = self.model.hidden, n * self.fold.tp, sum(own.downs.values())
+        hidden, wide, narrow = self.model.hidden, n * self.fold.tp, sum(local.downs.values())
         yield from self._products("gemm", n, hidden, narrow, back)
         yield self._memory((2 if back else 1) * 4 * n * narrow * self.device.bytes)
         yield self._travel("tp", self.network.gather("tp", wide * narrow * self.device.bytes))
-        if own.latent and not own.latent.query_rank:
+        if local.latent and not local.latent.query_rank:
             yield from self._tensor(wide, back, ways=1)
-        for inside, width in own.inputs.values():
+        for inside, width in local.inputs.values():
             yield from self._products("gemm", wide, inside or hidden, width, back)
 
     def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -195,27 +197,27 @@ class AttentionParts(Parts):
         wide = self._rows(tokens) * self.fold.tp
         yield self._travel("cp", self._keys(block.attention, wide, 4 if back else self.device.bytes))
 
-    def _keys(self, spec: AttentionSpec, wide: float, each: float) -> Travel:
-        """Return the travel of keys and values of `wide` tokens per rank, with `each` bytes per number."""
-        own = spec.cut(self.fold.tp)
-        return self.network.gather("cp", wide * self.fold.cp * (own.keys + own.values) * each)
+    def _keys(self, spec: AttentionSpec, wide: float, itemsize: float) -> Travel:
+        """Return the travel of keys and values of `wide` tokens per rank, with `itemsize` bytes per number."""
+        local = spec.cut(self.fold.tp)
+        return self.network.gather("cp", wide * self.fold.cp * (local.keys + local.values) * itemsize)
 
-    def _parts(self, own: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
+    def _parts(self, local: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
         """Yield the work to merge the parts of attention: float32 results in forward, float32 gradients in backward.
 
         Each part attends to some of the keys. In a ring, the fullest rank has two parts for the keys of every member, and a
         third part for its own keys. A slice (with CP, each of its two chunks on a rank) has one part for all tokens before
-        it, if there are any, and one part for itself. So have the chunks of a whole sequence whose keys are gathered; those of
-        the fullest rank all have tokens before them.
+        it, if there are any, and one part for itself. The chunks of a whole sequence whose keys are gathered have the same
+        parts, and on the fullest rank every chunk has tokens before it.
         """
         fold = self.fold
         chunks = 1 if fold.cp == 1 else 2
         ring = whole and self.job.context == "ring"
         parts = 2 * fold.cp + 1 if ring else 2 * chunks - (tokens.start == 0 and not whole)
         shared = fold.cp * fold.tp
-        begin = own.sees.begin(tokens.start * shared)
+        begin = local.sees.begin(tokens.start * shared)
         queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences
-        moved = (queries * own.queries + keys * (own.keys + own.values)) if back else (queries - wide) * own.outputs
+        moved = (queries * local.queries + keys * (local.keys + local.values)) if back else (queries - wide) * local.outputs
         yield self._memory(moved * (8 + self.device.bytes))
         starts = self.device.launches(counts().kernels["part"] * (parts if back else parts - chunks))
         yield Work(COMPUTE, "launch", starts, calls=counts().calls["part"][back] * (parts - chunks))
@@ -247,7 +249,7 @@ class MixtureParts(Parts):
         yield from self._written(n * self.travelling.room, out=not back)
 
     def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        # All ranks send alike, and the fullest one receives most, or sends most on the way back. Numbers have no gradients.
+        # All ranks send alike, and the fullest one receives most, or sends most on the way back.
         yield from self._exchanged(tokens, self.travelling.messages(not back, True, back))
 
     def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -255,23 +257,24 @@ class MixtureParts(Parts):
 
     def _exchanged(self, tokens: range, messages: list[float]) -> Iterator[Work]:
         """Yield all-to-alls of messages with so many bytes for a row."""
-        for each in messages:
-            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * each))
+        for row_bytes in messages:
+            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * row_bytes))
 
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        moe, fold, device, hidden = _mixture(block), self.fold, self.device, self.model.hidden
+        moe, fold, hidden = _mixture(block), self.fold, self.model.hidden
         rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
         arrived, beside = self._rows(tokens) * self.travelling.arrived * fold.etp, self.travelling.beside
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
-        # Gather before the experts, scatter after them; in backward the reverse. So it is with what a node passes on.
+        # ETP gathers rows before the experts and scatters results after them; in backward the reverse. The ranks of a node pass
+        # rows on in the same way. Numbers of experts have no gradients.
         times, given = 2 if back else 1, beside[:1] if back else beside
-        for each in (self._width, self._width, *given):
-            yield self._travel("etp", self.network.gather("etp", arrived * each))
+        for row_bytes in (self._width, self._width, *given):
+            yield self._travel("etp", self.network.gather("etp", arrived * row_bytes))
         if self.travelling.inside:
             passed = self._rows(tokens) * self.travelling.inside
-            for each in (self._width, self._width, sum(given)):
-                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * each))
+            for row_bytes in (self._width, self._width, sum(given)):
+                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * row_bytes))
             yield self._permuted(times * 3 * passed * self._width)
             yield self._launch("once_inside", back)
         # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
@@ -280,13 +283,9 @@ class MixtureParts(Parts):
             yield self._launch("once_expert", back)
         elif local > 1:
             yield self._permuted(times * 4 * rows * self._width)
-        yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * device.bytes)
+        yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * self.device.bytes)
         for inside, outside in ((hidden, width), (inner, hidden)):
-            yield Work(COMPUTE, "memory", device.casts(rows * (outside if back else inside)))
-            for weights, (m, k, n) in enumerate(self._three(rows / local, inside, outside, back)):
-                yield Work(COMPUTE, "experts", device.grouped(local, m, k, n), bool(weights))
-            if back:
-                yield self._memory(counts().sums * local * inside * outside)._replace(weights=True)
+            yield from self._products("experts", rows, inside, outside, back, groups=local)
         yield self._launch(EXPERT, back)
         if moe.expert.bias:
             yield self._launch("expert_bias", back)
@@ -301,11 +300,7 @@ class MixtureParts(Parts):
         yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)
 
     def _written(self, rows: float, out: bool) -> Iterator[Work]:
-        """Yield the work to write rows for the wire, or to read them.
-
-        Args:
-            out: whether they are on their way to experts.
-        """
+        """Yield the work to write rows for the wire, or to read them. `out`: they are on their way to experts."""
         if self.job.wire is None or (self.fold.ep_across == 1 and not self.fold.disjoint):
             return
         scaled = out and self.job.wire == "float8"

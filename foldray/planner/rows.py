@@ -24,8 +24,8 @@ class Travelling(NamedTuple):
             weights do not travel.
         out, back: bytes of a row on its way to the experts, and on its way back.
         scales: bytes of the scales of a row on its way to the experts, beyond `out`.
-        inside: the same as `fullest` of the rows that ranks of a node pass on to each other; 0 if tokens do not travel once to
-            each node.
+        inside: rows that ranks of a node pass on to the fullest one, over the tokens of a rank; 0 if tokens do not travel once
+            to each node.
     """
 
     mean: float

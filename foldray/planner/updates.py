@@ -35,21 +35,21 @@ class Update(NamedTuple):
 
 @shared_by_fold
 def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tuple[Update, ...]:
-    """Return the updates of a stage, one per group family of its parameters.
-
-    ZeRO-3 has already reduced the gradients during backward. The optimizer reads and writes float32 weights and two moments,
-    reads a gradient, and writes a weight in the dtype of computation. With Muon, matrices of hidden layers have one moment, and
-    an update besides.
-    """
-    hidden = {each.family: each for each in matrices(rank, content)}
+    """Return the updates of a stage, one per group family of its parameters."""
+    hidden = {of_class.family: of_class for of_class in matrices(rank, content)}
     counts = rank.elements(content).items()
     return tuple(_update(rank, family, count, hidden.get(family), reduction) for family, count in counts)
 
 
 def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None, reduction: Reduction) -> Update:
-    """Return the update of `count` parameters of a group family, and of the matrices among them that Muon updates."""
-    fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
-    owners = fold.group_size(family) if zero else 1
+    """Return the update of `count` parameters of a group family, and of the matrices among them that Muon updates.
+
+    ZeRO-3 has already reduced the gradients during backward. The optimizer reads and writes float32 weights and two moments,
+    reads a gradient, and writes a weight in the dtype of computation. With Muon, matrices of hidden layers have one moment, and
+    an update besides.
+    """
+    network, zero, device = rank.network, rank.zero, rank.device
+    owners = rank.fold.group_size(family) if zero else 1
     chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
     lane, seconds = network.gather(family, 4 * count)
     travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
@@ -63,7 +63,7 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
 
 
 class LastBackward(NamedTuple):
-    """The last backward pass of a stage, whose gradients leave meanwhile.
+    """The last backward pass of a stage. Its gradients are reduced meanwhile.
 
     Args:
         seconds: its length.
@@ -85,20 +85,20 @@ class LastBackward(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """How the gradients of a stage leave.
+    """How the gradients of a stage leave while its last backward runs.
 
-    A link that all-to-alls use, too, is free for gradients in the rest of the time. Where nothing computes during an
-    all-to-all, every second that the all-to-all waits for gradients is lost. If gradients give way (`chunks`), it waits for
-    half a chunk on average. Otherwise both share the link evenly, so the all-to-all takes up to twice as long. In a block that
-    drains, nothing computes during its first all-to-all.
+    Gradients may share a link with all-to-alls, and use it while no all-to-all does. Where nothing computes during an
+    all-to-all, every second that the all-to-all waits for gradients is lost. If gradients give way (`chunks`), an all-to-all
+    waits for half a chunk on average. Otherwise both share the link evenly, so the all-to-all takes up to twice as long. In a
+    block that drains, nothing computes during its first all-to-all.
 
     Args:
         whole: seconds of all its gradients.
         ready: seconds of the gradients that are complete before the pass ends: those of all blocks but the last one.
         span: seconds from the end of the first block's backward to the end of the pass.
         idle: share of the span in which the link is free.
-        waited: seconds that all-to-alls wait, per second of gradients that leave in the span.
-        most: most seconds that all-to-alls wait.
+        waited: slowdown of all-to-alls: seconds that they wait, per second in which gradients use the link within the span.
+        most: upper limit of the seconds that all-to-alls wait.
     """
 
     whole: float
@@ -110,15 +110,15 @@ class Departure(NamedTuple):
 
     @classmethod
     def of(cls, backward: LastBackward, updates: Sequence[Update], reduction: Reduction) -> Departure:
-        whole = sum([each.reduce for each in updates])
+        whole = sum([update.reduce for update in updates])
         if reduction.kind == "end" or not whole:
             return cls(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
         share = (backward.blocks - 1) / backward.blocks
-        beside = sum([each.reduce for each in updates if each.lane == backward.lane]) / whole
+        beside = sum([update.reduce for update in updates if update.lane == backward.lane]) / whole
         idle = max(0.0, 1 - beside * backward.travels / backward.seconds)
         waited, most = beside, share * backward.waits * backward.travels
         if reduction.gives_way:
-            chunk = max([each.reduce / each.chunks for each in updates])
+            chunk = max([update.reduce / update.chunks for update in updates])
             waiting = max(backward.waits * backward.messages, backward.blocks if backward.drains else 0)
             waited, most = beside / 2, waiting * chunk / 2
         return cls(whole, share * whole, share * backward.seconds, idle, waited, most)
@@ -126,9 +126,9 @@ class Departure(NamedTuple):
 
 def seconds_behind(rank: RankCosts, layout: PipelineLayout) -> list[float]:
     """Return, for every position, the seconds after its reductions: optimizer and gather of weights."""
-    updates = [stage_updates(rank, content, WHOLE) for content in layout.contents]
-    seconds = [sum([each.gather + each.optimizer for each in own]) for own in updates]
-    return [sum([seconds[form] for form in own]) for own in layout.forms_at]
+    stages = [stage_updates(rank, content, WHOLE) for content in layout.contents]
+    seconds = [sum([update.gather + update.optimizer for update in updates]) for updates in stages]
+    return [sum([seconds[form] for form in forms]) for forms in layout.forms_at]
 
 
 def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
@@ -137,8 +137,5 @@ def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
     It holds for every reduction, and has the crowding by the one with the fewest messages. The bound takes all stages of a
     position together. This never takes longer than the stages one by one.
     """
-    crowding, found = rank.device.share["crowding"], list[float]()
-    for content in positions.different:
-        updates = stage_updates(rank, content, WHOLE)
-        found.append(sum([crowding * each.reduce + each.gather + each.optimizer for each in updates]))
-    return found
+    crowding, contents = rank.device.share["crowding"], [stage_updates(rank, each, WHOLE) for each in positions.different]
+    return [sum([crowding * update.reduce + update.gather + update.optimizer for update in updates]) for updates in contents]
