@@ -17,6 +17,8 @@ from foldray.planner.candidate import Job
 from foldray.planner.hardware import Hardware, constants, counts
 
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
+FLOAT32, INT64 = 4, 8
+"""Bytes of an element."""
 _CAST = 4  # bytes per element to read 2 bytes and write two fp8 copies, one of them transposed
 
 

@@ -1,13 +1,14 @@
 """The simulated passes of stages: how long a pass takes, and when it hands over and takes over its pieces.
 
 If a stage works on several pieces, its handover travels piece by piece (`StepGraph.handovers`). The next stage can then begin
-before this one has ended. A pipeline of whole stages sees this as a handover that takes less than no time (`delay`).
+before this one has ended. In a pipeline of whole stages, this is a handover with a negative time (`delay`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
@@ -53,7 +54,7 @@ def overlap_of(ordering: Ordering, direction: Direction) -> Overlap:
 
 
 def _orders(ordering: Ordering, direction: Direction) -> Ordering:
-    """Return the ordering without all that a pass of this direction does not depend on."""
+    """Return the ordering with defaults in all fields that do not change a pass of this direction."""
     overlap = overlap_of(ordering, direction)
     return ordering._replace(forward=overlap, backward=overlap, reduction=Reduction(), costs=None)
 
@@ -62,23 +63,18 @@ def with_best_lags(candidate: Candidate, rank: RankCosts) -> Candidate:
     """Return the candidate with the lags for which its passes are shortest, as training chooses them (`lag: auto`).
 
     Other lags than 1 are tried if there are more than `_FEW` pieces and the link makes a pass longer by more than `_SMALL`. For
-    the models in `presets.py` over links of 0.25 to 4 times the speed of InfiniBand, others gain up to 4 % there, and nothing
-    elsewhere.
+    the models in `presets.py` over links of 0.25 to 4 times the speed of InfiniBand, other lags gain up to 4 % there, and
+    nothing elsewhere.
     """
-
-    def tried(each: Candidate, direction: Direction) -> Candidate:
-        overlap = overlap_of(each.ordering, direction)
-        if not overlap.row.has_lag or each.pieces.slicing.degree <= _FEW:
-            return each
-        first, *others = (_with_overlap(each, direction, overlap._replace(lag=lag)) for lag in LAGS)
-        passes = Passes(first, rank)
-        forms = each.layout.forms
-        least = sum([passes.computed(form, direction) for form in forms])
-        if passes.seconds(direction) <= (1 + _SMALL) * least:
-            return first
-        return min([first, *others], key=lambda other: Passes(other, rank).seconds(direction))
-
-    return tried(tried(candidate, "F"), "B")
+    for direction in BOTH:
+        overlap = overlap_of(candidate.ordering, direction)
+        if overlap.row.has_lag and candidate.pieces.slicing.degree > _FEW:
+            lagged = [_with_overlap(candidate, direction, overlap._replace(lag=lag)) for lag in LAGS]
+            candidate, passes = lagged[0], Passes(lagged[0], rank)
+            least = sum([passes.computed(form, direction) for form in candidate.layout.forms])
+            if passes.seconds(direction) > (1 + _SMALL) * least:
+                candidate = min(lagged, key=lambda each: Passes(each, rank).seconds(direction))
+    return candidate
 
 
 def _with_overlap(candidate: Candidate, direction: Direction, overlap: Overlap) -> Candidate:
@@ -116,16 +112,16 @@ class Passes:
     def _drained(self, form: StageForm, direction: Direction) -> Pass:
         """Return a pass of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""
         content, forward = Content.of([form]), direction == "F"
-        found = self._ends(content, not forward)
+        stretch = self._ends(content, not forward)
         first, last = form.blocks[0], form.blocks[-1]
         for block, count in content.blocks:
             hands_over = forward and block == last and not form.last
-            found += self._alone(block, direction, False).stretch.times(count - hands_over)
+            stretch += self._alone(block, direction, False).stretch.times(count - hands_over)
             if hands_over:
-                found += self._alone(block, direction, True).stretch
+                stretch += self._alone(block, direction, True).stretch
         entry = self._alone(first, direction, forward and len(form.blocks) == 1 and not form.last)
         exit_ = self._alone(last, direction, forward and not form.last)
-        return Pass(found, *((entry.taken, exit_.given) if forward else (exit_.taken, entry.given)))
+        return Pass(stretch, *((entry.taken, exit_.given) if forward else (exit_.taken, entry.given)))
 
     def _ends(self, content: Content, back: bool) -> Stretch:
         """Return the stretch of embedding and head."""
@@ -144,7 +140,7 @@ class Passes:
         inside = direction == "F" and not hands_over and self.pieces.several
         key, known = (StageForm((block,), False, False), not inside), self._passes[direction]
         if key not in known:
-            # The last one of three stages hands nothing over, so its block is like one inside a stage; its head comes after it.
+            # The last of three stages hands nothing over, so its block is like a block inside a stage. The head is left out.
             known[key] = self._simulated(((block,),) * 3, 2 if inside else 1, direction, head=False)
         return known[key]
 
@@ -152,14 +148,14 @@ class Passes:
         """Return a pass of a stage whose blocks overlap. After `_BLOCKS` equal blocks, every block takes the same time."""
         blocks, first, last = form
         if len(blocks) > _BLOCKS and len(set(blocks)) == 1:
-            less, more = (self.of(form._replace(blocks=blocks[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
-            found = more.stretch + (more.stretch + less.stretch.times(-1)).times(len(blocks) - _BLOCKS)
-            # A stage never takes less than its computation and what this loses to crowding.
-            seconds = max(found.seconds, self.computed(form, direction) + found.crowding)
-            return more._replace(stretch=found._replace(seconds=seconds))
+            fewer, most = (self.of(form._replace(blocks=blocks[:count]), direction) for count in (_BLOCKS - 1, _BLOCKS))
+            stretch = most.stretch + (most.stretch + fewer.stretch.times(-1)).times(len(blocks) - _BLOCKS)
+            # A stage never takes less than its computation and the time that this loses to crowding.
+            seconds = max(stretch.seconds, self.computed(form, direction) + stretch.crowding)
+            return most._replace(stretch=stretch._replace(seconds=seconds))
         # The stage is simulated between two others. There is no stage before the first, and no stage after the last.
-        others = ((blocks[0],),)
-        stages = (*(() if first else others), blocks, *(() if last else others))
+        neighbour = ((blocks[0],),)
+        stages = (*(() if first else neighbour), blocks, *(() if last else neighbour))
         return self._simulated(stages, 0 if first else 1, direction)
 
     def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: Direction, head: bool = True) -> Pass:
@@ -177,7 +173,7 @@ class Passes:
         )  # fmt: skip
         prices = [self.rank.price(*piece) for piece in order.compiled.classes]
         count = len(order.compiled.ops) if head else order.before_head
-        starts, ends = (each[:count] for each in order.compiled.run([price.lanes for price in prices])[:2])
+        starts, ends = (times[:count] for times in order.compiled.run([price.lanes for price in prices])[:2])
         seconds = max(ends)
         # At least one op runs at any time. If two run, one of them travels while the other computes.
         lost, waiting = self._crowding * (sum(ends) - sum(starts) - seconds) if self._crowding else 0.0, 0.0
@@ -189,7 +185,7 @@ class Passes:
         if not self.pieces.several:
             return Pass(stretch)
         taken = [Moment(part, tokens, starts[i]) for i, part, tokens in order.taken]
-        given = sorted([(ends[i], part, tokens) for i, part, tokens in order.given], key=lambda each: each[0])
+        given = sorted([(ends[i], part, tokens) for i, part, tokens in order.given], key=itemgetter(0))
         return Pass(stretch, taken, [Moment(part, tokens, seconds - end) for end, part, tokens in given])
 
     def _issued(self, order: StageList, prices: Sequence[Price], count: int) -> tuple[list[float], list[float]]:
@@ -197,9 +193,9 @@ class Passes:
         costs, seconds = [price.lanes for price in prices], [*map(self.rank.issue, prices)]
         host = Host(seconds, [self.rank.waits(piece.kind, piece.back) for piece in order.compiled.classes])
         for _ in range(2):
-            found = order.compiled.run(costs, host)
-            host = host._replace(begin=min(0.0, max(found.hosts) - max(found.ends[:count])))
-        return found.starts[:count], found.ends[:count]
+            times = order.compiled.run(costs, host)
+            host = host._replace(begin=min(0.0, max(times.hosts) - max(times.ends[:count])))
+        return times.starts[:count], times.ends[:count]
 
 
 def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[int], float]) -> float:
@@ -210,11 +206,11 @@ def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[i
     Args:
         seconds: number of tokens → seconds of the handover of a piece.
     """
-    arrived, found = -float("inf"), -float("inf")
+    arrived, latest = -float("inf"), -float("inf")
     for piece in given:
         arrived = max(arrived, -piece.seconds) + seconds(len(piece.tokens))
         for user in taken:
             shared = user.tokens.start < piece.tokens.stop and piece.tokens.start < user.tokens.stop
             if shared and user.part == piece.part:
-                found = max(found, arrived - user.seconds)
-    return found
+                latest = max(latest, arrived - user.seconds)
+    return latest
