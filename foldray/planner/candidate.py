@@ -182,7 +182,7 @@ class Candidate:
             recompute=self.ordering.recompute,
             batch_degree=self.ordering.batch_degree,
             gathers=gathers(self.pieces.slicing, self.fold.cp),
-            places=tuple(Place(*each) for each in self.ownership.places),
+            places=tuple(Place(*place) for place in self.ownership.places),
             tied=self.job.model.tied_embeddings,
             later=leaves_weights(self.job.model) if self.ordering.weights_apart else (),
         )

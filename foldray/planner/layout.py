@@ -109,5 +109,5 @@ def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineL
         tuple(Content.of([form]) for form in forms),
         form_of,
         tuple(map(tuple, forms_at)),
-        Positions.of([Content.of([forms[number] for number in own]) for own in forms_at]),
+        Positions.of([Content.of([forms[number] for number in numbers_at]) for numbers_at in forms_at]),
     )

@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, smallest_slice
@@ -32,7 +33,7 @@ from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
 from foldray.planner.layout import Content, StageForm
-from foldray.planner.memo import Memo
+from foldray.planner.memo import Memo, Table, shared
 from foldray.planner.memory import GIB, Memory, least_memory, peak_memory
 from foldray.planner.passes import with_best_lags
 from foldray.planner.prediction import Prediction, Step, straggling
@@ -97,14 +98,30 @@ def _weights(rank: RankCosts) -> Weights:
         rank: the costs of a rank that holds all of the model.
     """
     length, blocks = rank.job.seq_len, rank.job.blocks
-    pieces, own = Pieces(Slicing((length,), (length,))), tuple(block for block in blocks if not block.mtp)
+    pieces, layers = Pieces(Slicing((length,), (length,))), tuple(block for block in blocks if not block.mtp)
 
     def computed(last: bool, *held: BlockSpec) -> float:
         content = Content.of([StageForm(held, False, last)])
         return sum(stage_work(rank, content, back, pieces).computed for back in (False, True))
 
-    mean = computed(False, *own) / len(own)
-    return Weights({block: computed(False, block) / mean for block in set(own)}, computed(True, *blocks) / mean - len(own))
+    mean = computed(False, *layers) / len(layers)
+    by_block = {block: computed(False, block) / mean for block in set(layers)}
+    return Weights(by_block, computed(True, *blocks) / mean - len(layers))
+
+
+class _Cut(NamedTuple):
+    """The properties of a fold that its orderings depend on: its cuts of sequences, and whether rows travel (EP)."""
+
+    cp: int
+    tp: int
+    travels: bool
+
+
+def _cut(fold: Fold) -> _Cut:
+    return _Cut(fold.cp, fold.tp, fold.ep > 1)
+
+
+_once = shared(attrgetter("_known"))
 
 
 class Refinement:
@@ -116,10 +133,7 @@ class Refinement:
         self.limit = space.hardware.memory_gib * GIB
         self._memo = Memo()
         self._slower = 1 + straggling(space.gpus, self.device)
-        self._orderings: dict[tuple[int, int, bool, int, tuple[str, ...]], dict[Pieces, list[Ordering]]] = {}
-        self._fastest: dict[tuple[int, int, bool, tuple[str, ...]], Sequence[Pieces]] = {}
-        self._bare: dict[tuple[int, bool, int], Sequence[Ordering]] = {}
-        self._known_stagings: dict[tuple[int, int], Stagings] = {}
+        self._known: Table = {}
         self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
         self._weights = _weights(self._rank(Fold(1), 1))
@@ -139,12 +153,12 @@ class Refinement:
 
         A larger micro-batch never needs less memory.
         """
-        found = list[tuple[tuple[RankCosts, int], float]]()
+        holding = list[tuple[tuple[RankCosts, int], float]]()
         for rank in ranks:
-            found.append((rank, self._least_held(Group(*rank, self._again))))
-            if found[-1][1] > self.limit:
+            holding.append((rank, self._least_held(Group(*rank, self._again))))
+            if holding[-1][1] > self.limit:
                 break
-        return found
+        return holding
 
     def _rank(self, fold: Fold, sequences: int) -> RankCosts:
         return RankCosts(self.job, fold, self.device, sequences, self.space.zero, self._memo)
@@ -186,7 +200,7 @@ class Refinement:
             for staging in self._stagings(group).all:
                 layout = staging.layout
                 behind = least_behind(rank, layout.positions)
-                for pieces, orderings in self._orderings_of(group, parts).items():
+                for pieces, orderings in self._orderings(_cut(fold), parts, group.recompute).items():
                     memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
                     if needless(memory.total):
                         continue
@@ -204,14 +218,14 @@ class Refinement:
         the ring of whole sequences. The bound is then the lower one of whole sequences and of the fewest slices.
         """
         rank, stagings, micro_batches = group.rank, self._stagings(group), self._micro_batches(group)
-        several = self._fastest_pieces(group)
-        hops = [self._least_hop(group, pieces) for pieces in several]
-        found = math.inf
+        fastest = self._fastest_pieces(_cut(rank.fold), group.recompute)
+        hops = [self._least_hop(group, pieces) for pieces in fastest]
+        bound = math.inf
         for positions in stagings.positions:
             behind = least_behind(rank, positions)
-            for pieces, hop in zip(several, hops, strict=True):
-                found = min(found, fold_bound(rank, positions, hop, micro_batches, pieces, behind))
-        return self._slower * found
+            for pieces, hop in zip(fastest, hops, strict=True):
+                bound = min(bound, fold_bound(rank, positions, hop, micro_batches, pieces, behind))
+        return self._slower * bound
 
     def _least_hop(self, group: Group, pieces: Pieces) -> float:
         """Return a lower bound of the seconds until the next stage can begin. With EP, it may begin after a small piece."""
@@ -221,47 +235,41 @@ class Refinement:
         blocks = self._stagings(group).first_blocks
         return blocks * least_computed(rank, self._different, pieces) + 2 * rank.handover.seconds
 
-    def _fastest_pieces(self, group: Group) -> Sequence[Pieces]:
+    @_once
+    def _fastest_pieces(self, cut: _Cut, recompute: tuple[str, ...]) -> Sequence[Pieces]:
         """Return the pieces that `_least_seconds` bounds."""
-        fold = group.rank.fold
-        key = fold.cp, fold.tp, fold.ep > 1, group.recompute
-        if key not in self._fastest:
-            piece = self.job.seq_len // (fold.cp * fold.tp)
-            slicings = {Slicing((piece,), (piece,)): None}
-            if fold.cp > 1:
-                sliced = [pieces.slicing for pieces in self._orderings_of(group, 1) if pieces.hiding != "nothing"]
-                slicings |= dict.fromkeys(each for each in sliced if each.degree == min(self.space.degrees))
-            self._fastest[key] = [Pieces(each, group.recompute, "all") for each in slicings]
-        return self._fastest[key]
+        piece = self.job.seq_len // (cut.cp * cut.tp)
+        slicings = {Slicing((piece,), (piece,)): None}
+        if cut.cp > 1:
+            sliced = [pieces.slicing for pieces in self._orderings(cut, 1, recompute) if pieces.hiding != "nothing"]
+            slicings |= dict.fromkeys(slicing for slicing in sliced if slicing.degree == min(self.space.degrees))
+        return [Pieces(slicing, recompute, "all") for slicing in slicings]
 
     def _least_held(self, group: Group) -> float:
         return min(
-            least_memory(group.rank, each.layout, each.pipeline, group.recompute, self.space.imbalance)
-            for each in self._stagings(group).leanest
+            least_memory(group.rank, staging.layout, staging.pipeline, group.recompute, self.space.imbalance)
+            for staging in self._stagings(group).leanest
         )
 
     def _stagings(self, group: Group) -> Stagings:
-        pp, micro_batches = group.rank.fold.pp, self._micro_batches(group)
-        if (pp, micro_batches) not in self._known_stagings:
-            self._known_stagings[pp, micro_batches] = make_stagings(self.job.blocks, pp, micro_batches, self._weights)
-        return self._known_stagings[pp, micro_batches]
+        return self._stagings_of(group.rank.fold.pp, self._micro_batches(group))
 
-    def _orderings_of(self, group: Group, batch_degree: int) -> Mapping[Pieces, list[Ordering]]:
+    @_once
+    def _stagings_of(self, pp: int, micro_batches: int) -> Stagings:
+        return make_stagings(self.job.blocks, pp, micro_batches, self._weights)
+
+    @_once
+    def _orderings(self, cut: _Cut, batch_degree: int, recompute: tuple[str, ...]) -> Mapping[Pieces, list[Ordering]]:
         """Return the schedules of a group, by their pieces: the bounds of time and memory depend on nothing else."""
-        fold, again = group.rank.fold, group.recompute
-        key = fold.cp, fold.tp, fold.ep > 1, batch_degree, again
-        if key not in self._orderings:
-            found = self._orderings[key] = {}
-            for bare in self._bare_orderings(fold, batch_degree):
-                each = bare._replace(recompute=again)
-                found.setdefault(Pieces.of(each, self.job.seq_len, fold.cp * fold.tp), []).append(each)
-        return self._orderings[key]
+        by_pieces: dict[Pieces, list[Ordering]] = {}
+        for bare in self._bare_orderings(smallest_slice(cut.cp, cut.tp), cut.travels, batch_degree):
+            ordering = bare._replace(recompute=recompute)
+            by_pieces.setdefault(Pieces.of(ordering, self.job.seq_len, cut.cp * cut.tp), []).append(ordering)
+        return by_pieces
 
-    def _bare_orderings(self, fold: Fold, batch_degree: int) -> Sequence[Ordering]:
-        key = smallest_slice(fold.cp, fold.tp), fold.ep > 1, batch_degree
-        if key not in self._bare:
-            self._bare[key] = tuple(self.space.orderings(fold, batch_degree))
-        return self._bare[key]
+    @_once
+    def _bare_orderings(self, smallest: int, travels: bool, batch_degree: int) -> Sequence[Ordering]:
+        return tuple(self.space.orderings_of(smallest, travels, batch_degree))
 
     def _micro_batches(self, group: Group) -> int:
         return self.job.global_batch // (group.rank.fold.dp * group.micro_batch)
@@ -306,8 +314,8 @@ def search(space: Space, top: int = 10) -> Found:
         if needless(node.held):
             continue
         if not isinstance(node.what, Planned):
-            for each in refinement.refined(node, needless):
-                heapq.heappush(queue, (each.seconds, next(numbers), each))
+            for refined in refinement.refined(node, needless):
+                heapq.heappush(queue, (refined.seconds, next(numbers), refined))
             continue
         (fit if node.what.fits else unfit).append(node.what)
         if not front or node.what.memory.total < front[-1].memory.total:
