@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.planner.bounds import ends_of, stage_work
+from foldray.planner.bounds import ends_of, stage_works
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import RankCosts, pieces_of
 from foldray.planner.layout import Content, StageForm
@@ -107,7 +107,7 @@ class Passes:
 
     def computed(self, form: StageForm, direction: Direction) -> float:
         """Return the seconds of a pass's ops that compute, with the communication inside these ops (such as TP's)."""
-        return self.pieces.batch_degree * stage_work(self.rank, Content.of([form]), direction == "B", self.pieces).computed
+        return self.pieces.batch_degree * stage_works(self.rank, Content.of([form]), self.pieces)[direction == "B"].computed
 
     def _drained(self, form: StageForm, direction: Direction) -> Pass:
         """Return a pass of a stage whose blocks run one after another. Embedding and head overlap with no all-to-all."""

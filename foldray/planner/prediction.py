@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import HANDOVER, OP_KINDS, STAGE
-from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, stage_work, step_bound
+from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, stage_works, step_bound
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, pieces_of
 from foldray.planner.device import Device
@@ -26,7 +26,7 @@ from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StagePass, pipeline_list
 from foldray.planner.passes import BOTH, Passes, delay
 from foldray.planner.shares import Shares, Stretch
-from foldray.planner.updates import Departure, LastBackward, least_behind, seconds_behind, stage_updates
+from foldray.planner.updates import WHOLE, Departure, LastBackward, least_behind, stage_updates
 from foldray.schedule import Direction, Reduction, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
@@ -120,7 +120,9 @@ class Step:
     @cached_property
     def behind(self) -> list[float]:
         """For every position, seconds of its optimizer and of its gather of weights."""
-        return seconds_behind(self.rank, self.layout)
+        stages = [stage_updates(self.rank, content, WHOLE) for content in self.layout.contents]
+        seconds = [sum([update.gather + update.optimizer for update in updates]) for updates in stages]
+        return [sum([seconds[form] for form in forms]) for forms in self.layout.forms_at]
 
     # Bounds.
 
@@ -234,7 +236,7 @@ class Step:
 
     def _last_backward(self, number: int, form: StageForm) -> LastBackward:
         stretch, batch_degree = self._stretch(form, "B"), self.pieces.batch_degree
-        travels = batch_degree * stage_work(self.rank, self.layout.contents[number], True, self.pieces).travels
+        travels = batch_degree * stage_works(self.rank, self.layout.contents[number], self.pieces)[True].travels
         waits = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
         messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
         return LastBackward(

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from foldray.blueprint import BlockSpec, smallest_slice
 from foldray.errors import UserError
 from foldray.fold import Fold
-from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, stage_work, step_bound
+from foldray.planner.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, stage_works, step_bound
 from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import Device
@@ -102,7 +102,7 @@ def _weights(rank: RankCosts) -> Weights:
 
     def computed(last: bool, *held: BlockSpec) -> float:
         content = Content.of([StageForm(held, False, last)])
-        return sum(stage_work(rank, content, back, pieces).computed for back in (False, True))
+        return sum(work.computed for work in stage_works(rank, content, pieces))
 
     mean = computed(False, *layers) / len(layers)
     by_block = {block: computed(False, block) / mean for block in set(layers)}
@@ -269,7 +269,7 @@ class Refinement:
 
     @_once
     def _bare_orderings(self, smallest: int, travels: bool, batch_degree: int) -> Sequence[Ordering]:
-        return tuple(self.space.orderings_of(smallest, travels, batch_degree))
+        return tuple(self.space.orderings(smallest, travels, batch_degree))
 
     def _micro_batches(self, group: Group) -> int:
         return self.job.global_batch // (group.rank.fold.dp * group.micro_batch)

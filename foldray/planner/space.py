@@ -78,12 +78,13 @@ class Space:
             if self.job.global_batch % fold.dp == 0:
                 yield fold
 
-    def orderings(self, fold: Fold, batch_degree: int) -> Iterator[Ordering]:
-        """Yield the schedules of a fold, without recomputation."""
-        yield from self.orderings_of(smallest_slice(fold.cp, fold.tp), fold.ep > 1, batch_degree)
+    def orderings(self, smallest: int, travels: bool, batch_degree: int) -> Iterator[Ordering]:
+        """Yield the schedules of folds, without recomputation.
 
-    def orderings_of(self, smallest: int, travels: bool, batch_degree: int) -> Iterator[Ordering]:
-        """Yield the schedules of all folds with this smallest slice. If no rows travel, there is only `sequential`."""
+        Args:
+            smallest: the smallest slice of such a fold.
+            travels: whether rows travel. If not (EP1), there is only `sequential`.
+        """
         if batch_degree == 1:
             yield Ordering()
         if not travels:

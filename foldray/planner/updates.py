@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from foldray.planner.costs import RankCosts, shared_by_fold
-from foldray.planner.layout import Content, PipelineLayout, Positions
+from foldray.planner.layout import Content, Positions
 from foldray.planner.muon import Matrices, matrices
 from foldray.planner.muon import seconds as muon_seconds
 from foldray.schedule import Reduction
@@ -122,13 +122,6 @@ class Departure(NamedTuple):
             waiting = max(backward.waits * backward.messages, backward.blocks if backward.drains else 0)
             waited, most = beside / 2, waiting * chunk / 2
         return cls(whole, share * whole, share * backward.seconds, idle, waited, most)
-
-
-def seconds_behind(rank: RankCosts, layout: PipelineLayout) -> list[float]:
-    """Return, for every position, the seconds after its reductions: optimizer and gather of weights."""
-    stages = [stage_updates(rank, content, WHOLE) for content in layout.contents]
-    seconds = [sum([update.gather + update.optimizer for update in updates]) for updates in stages]
-    return [sum([seconds[form] for form in forms]) for forms in layout.forms_at]
 
 
 def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
