@@ -78,11 +78,7 @@ class _Folded(NamedTuple):
 
 
 class _Prices:
-    """Memory and steps of the folds of one recipe, which share tables of costs.
-
-    Args:
-        hardware: the cluster whose steps are estimated.
-    """
+    """Memory and steps of the folds of one recipe, which share tables of costs."""
 
     def __init__(self, hardware: Hardware):
         self._hardware, self._default, self._memos = hardware, load_hardware(_DEFAULT), (Memo(), Memo())
@@ -105,11 +101,7 @@ class _Prices:
 
 
 def _best(recipe: Recipe, workers: int, share: float, prices: _Prices) -> Recipe | None:
-    """Return the best legal recipe of so many workers.
-
-    Args:
-        share: bytes that a rank would need if the lost workers' memory were spread evenly.
-    """
+    """Return the best legal recipe of so many workers. `share` has the lost workers' memory, spread evenly, in bytes."""
     asked = [getattr(recipe.placed_fold, axis) for axis in _AXES]
 
     def change(fold: Fold) -> float:

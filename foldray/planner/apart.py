@@ -47,12 +47,7 @@ ROWS_UP, ROWS_DOWN = "rows up", "rows down"
 
 
 class Sides(NamedTuple):
-    """The GPUs of attention and of the experts.
-
-    Args:
-        attention, experts: the devices.
-        nics: network adapters of a GPU on each side, where 1 is the hardware file's link between nodes.
-    """
+    """The GPUs of both sides, and network adapters of a GPU, where 1 is the hardware file's link between nodes."""
 
     attention: Device
     experts: Device
@@ -60,13 +55,7 @@ class Sides(NamedTuple):
 
 
 class ApartWork(OpWork):
-    """The costs of the ops of a candidate whose experts have ranks of their own.
-
-    Args:
-        candidate: the candidate.
-        sides: the GPUs.
-        memos: tables for the costs of attention and of the experts, if other candidates of the same job share them.
-    """
+    """The costs of the ops of a candidate whose experts have ranks of their own. Candidates of one job may share `memos`."""
 
     def __init__(self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None):
         self.memos = memos or (Memo(), Memo())

@@ -163,10 +163,7 @@ def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBoun
 def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, stages: Sequence[float]) -> list[float]:
     """Return lower bounds of the seconds until the next stage can begin: forward and backward together, with handovers.
 
-    The next stage begins after the whole pass, or after its first piece if there are several.
-
-    Args:
-        stages: lower bounds of the seconds of forward and backward of each stage.
+    The next stage begins after the whole pass (`stages`), or after its first piece if there are several.
     """
     if not pieces.several:
         return [seconds + 2 * rank.handover.seconds for seconds in stages]

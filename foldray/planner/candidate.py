@@ -40,7 +40,6 @@ class Job:
     """The model and batch to train.
 
     Args:
-        model: the model.
         seq_len: tokens of a sequence.
         global_batch: sequences of an optimizer step.
         dtype: dtype of activations and weights.
@@ -110,9 +109,6 @@ class Candidate:
     """One way to train a job.
 
     Args:
-        job: the model and batch.
-        fold: the fold.
-        ordering: the ordering of a step.
         micro_batch: sequences of a micro-batch.
         virtual_stages: stages per pipeline position.
         zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.

@@ -41,14 +41,7 @@ from foldray.schedule import COMPUTE, Chunk, Issue, LaneSeconds, Op
 
 
 class OpWork:
-    """The costs of a candidate's ops.
-
-    Args:
-        candidate: the candidate.
-        device: the GPU.
-        rank: the costs of the candidate's ranks, if other candidates share them. None makes new ones.
-        memo: tables for new costs (`RankCosts`).
-    """
+    """The costs of a candidate's ops. Candidates may share the costs of a rank (`rank`), or their tables (`memo`)."""
 
     def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None, memo: Memo | None = None):
         self.candidate = candidate
@@ -114,9 +107,6 @@ class RankCosts(AttentionParts, MixtureParts):
     """The costs of one rank's ops, reductions and handovers under a fold.
 
     Args:
-        job: the model and batch.
-        fold: the fold.
-        device: the GPU.
         sequences: number of sequences that an op works on: those of a micro-batch, or of one of its parts.
         zero: stage of ZeRO; 3 gathers weights in every op.
         memo: tables of known results, shared by all ranks of one job on one device.
@@ -156,11 +146,7 @@ class RankCosts(AttentionParts, MixtureParts):
         return max(0.0, self.issue(price) - price.seconds)
 
     def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
-        """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.
-
-        Args:
-            cut: the tokens of each piece.
-        """
+        """Return the seconds of a kind's pieces of these lengths in the forward and in the backward of a block."""
         table, key = self._table_of(kind, block), ("totals", cut)
         totals: tuple[Totals, Totals] | None = table.get(key)
         if totals is None:

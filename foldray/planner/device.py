@@ -27,7 +27,6 @@ class Device:
     """One GPU of a cluster that computes in one dtype.
 
     Args:
-        hardware: the cluster.
         dtype: dtype of matrix products, as in hardware files.
         bytes: bytes of an element of activations and weights.
         changed: constants that replace those of the files.
@@ -110,8 +109,7 @@ class Device:
 def full_waves(processors: int, rows: float, columns: float, groups: float = 1) -> float:
     """Return how full the waves of a product are: its size divided by the size of all tiles in its waves.
 
-    Args:
-        processors: multiprocessors of a GPU; 1 is a CPU, which has no waves.
+    A CPU counts as one processor, and has no waves.
     """
     if processors == 1:
         return 1.0

@@ -26,9 +26,7 @@ class Constant(Strict):
     """A number that no data sheet has.
 
     Args:
-        value: the value, in `unit`.
-        low, high: physical bounds of the value, in `unit`.
-        unit: the unit, in words.
+        low, high: physical bounds of the value.
         fitted: whether a fit may change the value.
         why: the reason for the value.
     """

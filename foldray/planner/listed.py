@@ -35,7 +35,6 @@ class Listed(NamedTuple):
     """A candidate with another kind of schedule.
 
     Args:
-        candidate: the candidate.
         seconds: predicted seconds of a step.
         over_bound: seconds of its passes over those that no list of its ops can beat.
         memory_gib: memory at the fullest position, with all that the list may keep.
@@ -56,13 +55,10 @@ def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> L
 
 
 def step_seconds(candidate: Candidate, device: Device, memo: Memo | None = None, whole: bool = False) -> float:
-    """Return the predicted seconds of a step of any kind.
+    """Return the predicted seconds of a step of any kind, if workers have both attention and experts.
 
-    A step that consists of passes of stages is predicted from these. Others are simulated; a list is found quickly
-    (`first_list`), and of many micro-batches, fewer are simulated than for `with_kind`.
-
-    Args:
-        whole: whether all steps are simulated, which takes longer.
+    A step that consists of passes of stages is predicted from these. Others are simulated, or all with `whole`. A list is found
+    quickly (`first_list`), and of many micro-batches, fewer are simulated than for `with_kind`.
     """
     if candidate.ordering.of_stages and not whole:
         return Step(candidate, OpWork(candidate, device, memo=memo)).prediction().seconds

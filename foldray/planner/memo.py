@@ -27,10 +27,9 @@ class Memo(defaultdict[Hashable, Table]):
 def shared(
     table_of: Callable[[Rank], Table],
 ) -> Callable[[Callable[Concatenate[Rank, Arguments], Result]], Callable[Concatenate[Rank, Arguments], Result]]:
-    """Return a decorator for functions of a rank, which computes a result once for all ranks with the same table.
+    """Return a decorator for functions of a rank, which computes a result once for all ranks with the same table (`table_of`).
 
-    Args:
-        table_of: a rank's costs → the table. The other arguments must be hashable.
+    The other arguments must be hashable.
     """
 
     def decorate(function: Callable[Concatenate[Rank, Arguments], Result]) -> Callable[Concatenate[Rank, Arguments], Result]:

@@ -164,13 +164,7 @@ def kept_by_list(
 
 
 def fullest(held: Iterable[tuple[BlockSpec, int]], size: Mapping[BlockSpec, float], most: int, micro_batches: int) -> float:
-    """Return the most bytes of some of a position's blocks.
-
-    Args:
-        held: blocks and how many of them the position has.
-        size: bytes of a block of one micro-batch.
-        most: how many blocks of all micro-batches these are.
-    """
+    """Return the most bytes of `most` of a position's blocks of all micro-batches, if a block of one needs `size` bytes."""
     left, total = most, 0.0
     for block, count in sorted(held, key=lambda item: -size[item[0]]):
         number = min(left, count * micro_batches)
@@ -271,10 +265,7 @@ def block_activations(
 ) -> float:
     """Return the bytes that a block keeps from forward to backward, for one micro-batch or one of its parts.
 
-    These are the tensors that the autograd graphs of foldray's ops hold.
-
-    Args:
-        again: kinds of ops whose forward runs again.
+    These are the tensors that the autograd graphs of foldray's ops hold. The forward of the kinds of ops in `again` runs again.
     """
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
@@ -330,10 +321,8 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
 def summed_rows(rank: RankCosts, block: BlockSpec, rows: float, arrived: float) -> float:
     """Return the bytes that the experts' weighted sum keeps if the weights have travelled, without those that ETP gathers.
 
-    The gradients of weights need the results. Rows that have arrived have weights and numbers of experts.
-
-    Args:
-        rows: number of the experts' rows.
+    The gradients of weights need the results. Rows that have arrived have weights and numbers of experts. `rows` are the
+    experts' own.
     """
     assert block.moe
     # The token of a row; for each choice its weight, the number of its expert, and whether this rank has the expert.

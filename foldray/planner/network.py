@@ -96,11 +96,7 @@ class Network:
         return Travel(lane, 2 * seconds)
 
     def exchange(self, family: str, sent: float) -> Travel:
-        """Return the cost of an all-to-all with equal shares.
-
-        Args:
-            sent: bytes that a rank sends to all ranks together, itself included.
-        """
+        """Return the cost of an all-to-all with equal shares. `sent` counts the bytes of a rank to all ranks, itself included."""
         return self._exchange(family).travel(sent)
 
     def hand_over(self, bytes_: float) -> Travel:
@@ -138,9 +134,7 @@ class Network:
     def _slower(shape: Shape, inside: float, across: float, start: float) -> Collective:
         """Return the cost of a collective that uses both links at once. The slower link decides.
 
-        Args:
-            inside, across: seconds per byte, within a node and between nodes.
-            start: seconds to start all messages, one after another.
+        `inside` and `across` are seconds per byte; `start` is the time to start all messages, one after another.
         """
         if shape.together == 1:
             inside = 0.0

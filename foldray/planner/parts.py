@@ -48,10 +48,9 @@ class Parts(ABC):
         yield from self._products("gemm", wide, inner, self.model.hidden, back)
 
     def _tensor(self, wide: float, back: bool, ways: int = 2) -> Iterator[Work]:
-        """Yield TP's gather before and scatter after a computation. Backward gathers again, for the gradient of the weights.
+        """Yield TP's gather before a computation and, with two `ways`, its scatter after it.
 
-        Args:
-            ways: 2 for gather and scatter, 1 for the gather alone.
+        Backward gathers again, for the gradient of the weights.
         """
         for _ in range(ways + back):
             yield self._travel("tp", self.network.gather("tp", wide * self._width))

@@ -134,8 +134,7 @@ class Passes:
     def _alone(self, block: BlockSpec, direction: Direction, hands_over: bool) -> Pass:
         """Return a pass of one block, in a stage that has no embedding and no head.
 
-        Args:
-            hands_over: whether the block is the last one of its stage, and the stage hands its output over.
+        The block may be the last one of its stage, so that its output is handed over.
         """
         inside = direction == "F" and not hands_over and self.pieces.several
         key, known = (StageForm((block,), False, False), not inside), self._passes[direction]
@@ -159,12 +158,7 @@ class Passes:
         return self._simulated(stages, 0 if first else 1, direction)
 
     def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: Direction, head: bool = True) -> Pass:
-        """Return a pass of a stage, simulated alone.
-
-        Args:
-            stages: the blocks of all stages.
-            head: whether the head counts. If not, the head must come after all other ops.
-        """
+        """Return a pass of a stage, simulated alone; without `head`, up to the head, which must come after all other ops."""
         ordering, slicing = self.candidate.ordering, self.pieces.slicing
         overlap = overlap_of(ordering, direction)
         order = stage_list(
@@ -201,10 +195,8 @@ class Passes:
 def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[int], float]) -> float:
     """Return the least seconds from the end of a pass to the start of the same pass of its neighbour; mostly negative.
 
-    The neighbour starts at the earliest moment from which it never waits for a piece.
-
-    Args:
-        seconds: number of tokens → seconds of the handover of a piece.
+    The neighbour starts at the earliest moment from which it never waits for a piece. The handover of a number of tokens takes
+    `seconds`.
     """
     arrived, latest = -float("inf"), -float("inf")
     for piece in given:

@@ -64,11 +64,7 @@ class Placed(NamedTuple):
 
 
 def roofline(space: Space) -> tuple[Demand, Allocation]:
-    """Return the FLOPs and bytes of a layer for one sequence, and the best GPUs and adapters for them.
-
-    Args:
-        space: the job and the cluster. Every GPU has one adapter.
-    """
+    """Return the FLOPs and bytes of a layer for one sequence, and the best GPUs and adapters for them: one adapter per GPU."""
     model, job, device = space.job.model, space.job, Device.of(space.job, space.hardware)
     attention, experts = half_flops(model, job.seq_len)
     ep = max(n for n in divisors(model.experts) if n <= space.hardware.gpus_per_node)

@@ -98,11 +98,7 @@ class Step:
         return min(reductions, key=lambda reduction: max([self._end(place, reduction) for place in range(self.layout.pp)]))
 
     def prediction(self, reduction: Reduction | None = None) -> Prediction:
-        """Return the prediction, from the position that ends last.
-
-        Args:
-            reduction: None is that of the candidate.
-        """
+        """Return the prediction, from the position that ends last, for a reduction or, if None, for that of the candidate."""
         job, device, world = self.candidate.job, self.rank.device, self.candidate.fold.world_size
         reduction = reduction or self.candidate.ordering.reduction
         last = max(range(self.layout.pp), key=lambda place: self._end(place, reduction))

@@ -68,9 +68,7 @@ def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
 def table(found: Found, hardware: Hardware, imbalance: float = 1.0, lists: Sequence[Listed] = ()) -> str:
     """Return a text with one line per candidate, the breakdown of the first one, and its gain over another fold.
 
-    Args:
-        imbalance: rows of the fullest rank over the mean, in the memory of the candidates.
-        lists: the first candidates with found lists.
+    `lists` are the first candidates with found lists.
     """
     planned = found.best
     fold, most = max(len(str(each.candidate.fold)) for each in planned) + 2, max(len(schedule(each)) for each in planned) + 2
@@ -180,11 +178,7 @@ def score_table(scored: Sequence[Scored]) -> str:
 
 
 def constants_table(found: Mapping[str, float]) -> str:
-    """Return a text with all constants, their bounds and units.
-
-    Args:
-        found: fitted values by name; other constants have their default values.
-    """
+    """Return a text with all constants, their bounds and units. Some may have fitted values, by name."""
     rows = [(name, found.get(name, each.value), each) for name, each in constants().items()]
     return "\n".join(
         f"{name:<12}{value:>10.4g}  {each.low:g}…{each.high:g} {each.unit}{'' if each.fitted else ', not fitted'}"
@@ -198,7 +192,6 @@ class Comparison(NamedTuple):
     Args:
         placed: the placements, the best first.
         shared: the best such plan.
-        demand: FLOPs and bytes of a layer.
         allocation: GPUs and adapters by the roofline alone.
         more_adapters: seconds of the best placement with the allocation's adapters.
     """

@@ -50,7 +50,6 @@ class Row(NamedTuple):
     Args:
         name: the row's `row_id`.
         method: a name of `METHODS`.
-        candidate: the candidate that was measured.
         mfu: model FLOPs over peak, from 0 to 1; None if the file has no measurement.
     """
 

@@ -92,11 +92,7 @@ class Node(NamedTuple):
 
 
 def _weights(rank: RankCosts) -> Weights:
-    """Return how long a model's blocks and ends compute.
-
-    Args:
-        rank: the costs of a rank that holds all of the model.
-    """
+    """Return how long a model's blocks and ends compute, from the costs of a rank that holds all of the model."""
     length, blocks = rank.job.seq_len, rank.job.blocks
     pieces, layers = Pieces(Slicing((length,), (length,))), tuple(block for block in blocks if not block.mtp)
 
@@ -166,8 +162,7 @@ class Refinement:
     def refined(self, node: Node, needless: Callable[[float], bool]) -> Iterator[Node]:
         """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction.
 
-        Args:
-            needless: whether the search needs no candidate with this memory. These are left out.
+        Nodes whose memory is `needless` for the search are left out.
         """
         what = node.what
         if isinstance(what, list):

@@ -30,9 +30,6 @@ class Space:
     """The space of a search.
 
     Args:
-        job: the model and batch.
-        hardware: the cluster.
-        gpus: number of GPUs.
         pins: axis → size, for axes with a fixed size.
         zero: stage of ZeRO: 1 or 3.
         micro_batches: sizes of micro-batches to try, in sequences.

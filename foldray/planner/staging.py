@@ -20,7 +20,6 @@ class Staging(NamedTuple):
     Args:
         virtual_stages: number of stages of a position.
         stage_layers: number of blocks of each stage; None cuts evenly.
-        layout: the stages.
         pipeline: the pipeline with at most 3·pp micro-batches, which are enough to find its memory (`memory.in_flight`).
     """
 
@@ -49,7 +48,6 @@ class Stagings(NamedTuple):
     """All stagings to try, and what their common bounds need.
 
     Args:
-        all: all stagings.
         leanest: stagings without those that need at least the memory of another one on every rank.
         positions: the different contents of all positions; every entry has the contents of all positions.
         first_blocks: smallest number of blocks of a stage.
@@ -68,7 +66,6 @@ def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int, weig
 
     Args:
         blocks: the blocks, with those of multi-token prediction, which are in the last stage.
-        micro_batches: micro-batches of a step.
     """
     further = sum(block.mtp for block in blocks)
     layers = len(blocks) - further

@@ -19,10 +19,8 @@ from foldray.timeline.simulator import Simulation, simulate
 def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Simulation:
     """Simulate every op of a step up to the end of the last reduction, without the optimizer and the gather of weights.
 
-    A found list is that of list scheduling, without local moves, which take long and gain some percent.
-
-    Args:
-        quick: whether a list is found by `first_list`.
+    A found list is that of list scheduling, without local moves, which take long and gain some percent; if `quick`, that of
+    `first_list`.
     """
     graph, ordering = candidate.reducing, candidate.ordering
     if ordering.forward.row.found:

@@ -92,9 +92,7 @@ def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
 
     There are three full moments: when the gradients of sums become the gradients of results, between the products of the
     experts, and when the gradients of the experts' rows are summed. On a CPU, such sums have float32 copies of both sides.
-
-    Args:
-        tokens: tokens of a rank, times the imbalance.
+    `tokens` are those of a rank, times the imbalance.
     """
     assert block.moe
     fold, b, moe = rank.fold, rank.device.bytes, block.moe
@@ -112,10 +110,8 @@ def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
 def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: FeedForwardSpec) -> float:
     """Return the bytes of a network's backward between its two products, and of the gradients of its weights.
 
-    These are the gradients of both sides of the activation, and the activation's result again.
-
-    Args:
-        rows: the rows that a rank would have if it had the whole width of the network.
+    These are the gradients of both sides of the activation, and the activation's result again, for the rows that a rank would
+    have if it had the whole width of the network.
     """
     return (rows * (spec.width + 2 * spec.inner) + _weight_gradients(rank, kind, block, spec)) * rank.device.bytes
 
@@ -138,13 +134,11 @@ def unreduced(rank: RankCosts, content: Content) -> float:
 
 
 def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
-    """Return the bytes that a position needs beyond its parameters while its gradients leave and its weights come.
+    """Return the bytes that a position needs beyond its parameters while gradients are reduced and weights are gathered.
 
-    Gradients leave from copies, which stay until all have left. ZeRO-2 frees a buffer's gradients with the copy. Then weights
-    are gathered buffer by buffer, and are put in order twice.
-
-    Args:
-        several: whether the whole sums of ZeRO-2 already count with the parameters.
+    Gradients are sent from copies, which stay until all have left. ZeRO-2 frees a buffer's gradients with the copy. Then weights
+    are gathered buffer by buffer, and are put in order twice. With `several` passes, the whole sums of ZeRO-2 already count with
+    the parameters.
     """
     if rank.zero not in (1, 2):
         return 0.0
