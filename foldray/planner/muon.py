@@ -14,9 +14,10 @@ from typing import NamedTuple
 from foldray.blueprint import hidden_matrices
 from foldray.planner.candidate import FAMILY
 from foldray.planner.costs import RankCosts, kinds_with_weights
+from foldray.planner.device import FLOAT32
 from foldray.planner.layout import Content
 
-_HALF, _WIDE = 2, 4  # bytes of an element of bfloat16, and of float32
+_HALF, _WIDE = 2, FLOAT32  # bytes of an element of bfloat16, and of float32
 _ROUND = 2**24  # about the number of elements that a rank gathers in a round (`runtime/muon.py`)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from foldray.planner.costs import RankCosts, shared_by_fold
+from foldray.planner.device import FLOAT32
 from foldray.planner.layout import Content, Positions
 from foldray.planner.muon import Matrices, matrices
 from foldray.planner.muon import seconds as muon_seconds
@@ -50,15 +51,16 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
     """
     network, zero, device = rank.network, rank.zero, rank.device
     owners = rank.fold.group_size(family) if zero else 1
-    chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
-    lane, seconds = network.gather(family, 4 * count)
+    gradients = FLOAT32 * count  # bytes
+    chunks = max(1.0, gradients / size) if (size := reduction.most) else 1.0
+    lane, seconds = network.gather(family, gradients)
     travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
-    optimizer = count / owners * (6 * 4 + 4 + device.bytes) / bandwidth
+    optimizer = count / owners * (6 * FLOAT32 + FLOAT32 + device.bytes) / bandwidth
     if hidden:
-        optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * 4 / bandwidth
+        optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * FLOAT32 / bandwidth
     return Update("edp" if family == "edp" else "dp_cp", lane, chunks, reduce, gather, optimizer)
 
 
