@@ -14,7 +14,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 Table = dict[Hashable, Any]
 """Results by (function, arguments)."""
 
-Rank, Arguments, Result = TypeVar("Rank"), ParamSpec("Arguments"), TypeVar("Result")
+Rank = TypeVar("Rank")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Memo(defaultdict[Hashable, Table]):

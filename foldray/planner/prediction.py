@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
@@ -24,9 +25,10 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StagePass, pipeline_list
+from foldray.planner.memo import Table, shared
 from foldray.planner.passes import BOTH, Passes, delay
 from foldray.planner.shares import Shares, Stretch
-from foldray.planner.updates import WHOLE, Departure, LastBackward, least_behind, stage_updates
+from foldray.planner.updates import WHOLE, Departure, least_behind, stage_updates
 from foldray.schedule import Direction, Reduction, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
@@ -91,7 +93,7 @@ class Step:
         self.layout, self.pieces = candidate.layout, candidate.pieces
         self._crowding = self.rank.device.share["crowding"]
         self._passes = Passes(candidate, self.rank)
-        self._reduced: dict[Reduction, list[Reduced]] = {}
+        self._known: Table = {}
 
     def fastest(self, reductions: Sequence[Reduction]) -> Reduction:
         """Return the reduction with which the step is shortest; of equal ones, the first."""
@@ -188,24 +190,20 @@ class Step:
         _, exposed, whole, delayed = self.reductions(reduction)[place]
         return self.pipeline[place].end + delayed + exposed + self._crowding * (whole - exposed) + self.behind[place]
 
+    @shared(attrgetter("_known"))
     def reductions(self, reduction: Reduction) -> list[Reduced]:
         """Return the reductions of every position.
 
         Gradients are reduced stage by stage, and within a stage block by block, as soon as backward has them (`end`: after
         the last backward). Seconds after the end of the last backward are exposed, and seconds that all-to-alls wait.
         """
-        if reduction not in self._reduced:
-            departures = [
-                Departure.of(backward, stage_updates(self.rank, content, reduction), reduction)
-                for backward, content in zip(self._last_backwards, self.layout.contents, strict=True)
-            ]
-            positions, delayed = list[Reduced](), 0.0
-            for place in reversed(range(self.layout.pp)):
-                reduced, waited = self._reduced_at(place, departures, reduction.kind == "end")
-                positions.append(reduced._replace(delayed=delayed))
-                delayed += waited
-            self._reduced[reduction] = positions[::-1]
-        return self._reduced[reduction]
+        departures = [self._departure(number, reduction) for number in range(len(self.layout.forms))]
+        positions, delayed = list[Reduced](), 0.0
+        for place in reversed(range(self.layout.pp)):
+            reduced, waited = self._reduced_at(place, departures, reduction.kind == "end")
+            positions.append(reduced._replace(delayed=delayed))
+            delayed += waited
+        return positions[::-1]
 
     def _reduced_at(self, place: int, departures: Sequence[Departure], at_end: bool) -> tuple[Reduced, float]:
         """Return the reductions of a position as if nothing delayed it, and the seconds that its all-to-alls wait.
@@ -225,20 +223,26 @@ class Step:
             whole += departure.whole
         return Reduced(stages, sum([exposed for _, exposed in stages]), whole, 0.0), waited
 
-    @cached_property
-    def _last_backwards(self) -> list[LastBackward]:
-        """The last backward pass of every form of stage."""
-        return [self._last_backward(number, form) for number, form in enumerate(self.layout.forms)]
-
-    def _last_backward(self, number: int, form: StageForm) -> LastBackward:
-        stretch, batch_degree = self._stretch(form, "B"), self.pieces.batch_degree
-        travels = batch_degree * stage_works(self.rank, self.layout.contents[number], self.pieces)[True].travels
-        waits = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
-        messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
-        return LastBackward(
-            stretch.seconds, max(1, len(form.blocks)), self.rank.network.exchange("ep_across", 0).lane, travels,
-            min(1.0, max(0.0, waits / travels)) if travels else 0.0, self.candidate.ordering.backward.row.drains, messages,
-        )  # fmt: skip
+    def _departure(self, number: int, reduction: Reduction) -> Departure:
+        """Return how the gradients of a form of stage leave during its last backward. They are complete block by block."""
+        form, content, rank = self.layout.forms[number], self.layout.contents[number], self.rank
+        updates = stage_updates(rank, content, reduction)
+        whole = sum([update.reduce for update in updates])
+        if reduction.kind == "end" or not whole:
+            return Departure(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
+        stretch, batch_degree, blocks = self._stretch(form, "B"), self.pieces.batch_degree, max(1, len(form.blocks))
+        travels = batch_degree * stage_works(rank, content, self.pieces)[True].travels
+        exposed = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
+        waits = min(1.0, max(0.0, exposed / travels)) if travels else 0.0  # share of all-to-alls in which nothing computes
+        share, lane = (blocks - 1) / blocks, rank.network.exchange("ep_across", 0).lane
+        beside = sum([update.reduce for update in updates if update.lane == lane]) / whole
+        idle = max(0.0, 1 - beside * travels / stretch.seconds)
+        waited, most = beside, share * waits * travels
+        if reduction.gives_way:
+            messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
+            waiting = max(waits * messages, blocks if self.candidate.ordering.backward.row.drains else 0)
+            waited, most = beside / 2, waiting * max([update.reduce / update.chunks for update in updates]) / 2
+        return Departure(whole, share * whole, share * stretch.seconds, idle, waited, most)
 
     # The breakdown of the time.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from foldray.planner.costs import RankCosts, shared_by_fold
@@ -64,28 +63,6 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
     return Update("edp" if family == "edp" else "dp_cp", lane, chunks, reduce, gather, optimizer)
 
 
-class LastBackward(NamedTuple):
-    """The last backward pass of a stage. Its gradients are reduced meanwhile.
-
-    Args:
-        seconds: its length.
-        blocks: number of its blocks. Gradients are complete block by block.
-        lane: the lane of its all-to-alls.
-        travels: seconds of its all-to-alls, hidden or not.
-        waits: the share of these seconds in which nothing computes.
-        drains: whether a block ends before the next block begins.
-        messages: number of its all-to-alls.
-    """
-
-    seconds: float
-    blocks: int
-    lane: str
-    travels: float
-    waits: float
-    drains: bool
-    messages: int
-
-
 class Departure(NamedTuple):
     """How the gradients of a stage leave while its last backward runs.
 
@@ -109,21 +86,6 @@ class Departure(NamedTuple):
     idle: float
     waited: float
     most: float
-
-    @classmethod
-    def of(cls, backward: LastBackward, updates: Sequence[Update], reduction: Reduction) -> Departure:
-        whole = sum([update.reduce for update in updates])
-        if reduction.kind == "end" or not whole:
-            return cls(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
-        share = (backward.blocks - 1) / backward.blocks
-        beside = sum([update.reduce for update in updates if update.lane == backward.lane]) / whole
-        idle = max(0.0, 1 - beside * backward.travels / backward.seconds)
-        waited, most = beside, share * backward.waits * backward.travels
-        if reduction.gives_way:
-            chunk = max([update.reduce / update.chunks for update in updates])
-            waiting = max(backward.waits * backward.messages, backward.blocks if backward.drains else 0)
-            waited, most = beside / 2, waiting * chunk / 2
-        return cls(whole, share * whole, share * backward.seconds, idle, waited, most)
 
 
 def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
