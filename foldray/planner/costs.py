@@ -73,7 +73,7 @@ class OpWork:
 
     def _price(self, op: Op) -> Price:
         if op.kind == HANDOVER:
-            # Links are duplex: a position sends and receives at once. So a handover waits only for those of its own channel.
+            # Links are duplex: a position sends and receives at once. So a handover waits only for handovers of its own channel.
             graph = self.candidate.graph
             return Price.of([self.rank.handover_of(len(graph.tokens(op)))._replace(lane=str(graph.channel(op)))])
         if op.kind == REDUCE:

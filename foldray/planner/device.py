@@ -61,7 +61,7 @@ class Device:
 
     @cached_property
     def _wide_peak(self) -> float:
-        """FLOP/s of what fp8 leaves in 16 bits."""
+        """FLOP/s of the products that stay in 16 bits under fp8."""
         return self.hardware.peak("bf16") if self.fp8 else self.peak
 
     @cached_property

@@ -36,7 +36,7 @@ class Listed(NamedTuple):
 
     Args:
         seconds: predicted seconds of a step.
-        over_bound: seconds of its passes over those that no list of its ops can beat.
+        over_bound: seconds of its passes over the lower bound of all lists of its ops.
         memory_gib: memory at the fullest position, with all that the list may keep.
         fits: whether the memory is there.
     """

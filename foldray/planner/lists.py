@@ -36,9 +36,9 @@ class StageList(NamedTuple):
 
     Args:
         compiled: the list. Its cost classes are `Piece`s.
-        taken, given: the ops that take over what another stage hands over, and those that make what this one hands over, as
-            (number of the op, part of the micro-batch, tokens).
-        before_head: number of ops before those of the head, if the head comes after all others.
+        taken, given: the ops that take over pieces of another stage, and the ops that make the pieces that this stage hands
+            over, as (number of the op, part of the micro-batch, tokens).
+        before_head: number of ops before the head, if the head comes after all other ops.
     """
 
     compiled: CompiledSchedule[Piece]

@@ -1,6 +1,6 @@
 """The memory of a rank at the fullest pipeline position, in bytes.
 
-Weights, gradients and optimizer states follow from the number of parameters. Activations are what the runtime's ops keep
+Weights, gradients and optimizer states follow from the number of parameters. Activations are the tensors that the runtime's ops keep
 from forward to backward, times the largest number of micro-batches that the position has in flight.
 
 `imbalance` is everywhere the rows of the fullest rank over the mean, beyond the model's routing pattern.
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
         buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
             ZeRO-3 has gathered.
         logits: logits of one piece, with their gradient, log-softmax and float32 copy.
-        working: what the fullest op needs beyond all that while it runs.
+        working: bytes beyond all these that the fullest op needs while it runs.
         workspace: device context, communicators, fragmentation.
     """
 

@@ -75,10 +75,10 @@ class Network:
 
     @_once
     def shape(self, family: str) -> Shape:
-        """Return the placement of that group of a family which covers most nodes, and has fewest ranks together on one of them.
+        """Return the placement of the group of a family which covers most nodes, and has fewest ranks together on one of them.
 
-        All groups of a family communicate at once, and the others wait for this one. If the sizes of a fold do not divide a node,
-        some groups lie inside nodes and others do not.
+        All groups of a family communicate at once, and the other groups wait for this one. If the sizes of a fold do not divide
+        a node, some groups lie inside nodes and others do not.
         """
         grid, axes = self.fold.axes(family)
         steps = {axis: (grid.stride(axis), grid.length(axis)) for axis in grid.axes}

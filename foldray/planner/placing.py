@@ -89,7 +89,7 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
     if not works:
         rule = "has no legal placement of attention and experts on workers of their own for this model and batch"
         raise UserError("gpus", space.gpus, rule)
-    # A schedule has many ops, so no list is made for those that could not even hold their parameters.
+    # A list takes long to make, so candidates whose ranks cannot even hold their parameters get none.
     holding = [work for work in works if work.held() <= room] or works[:top]
     queue = [(_least(work, space), next(numbers), work) for work in holding]
     heapq.heapify(queue)

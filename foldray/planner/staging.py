@@ -45,11 +45,11 @@ _EQUAL = Weights({}, 0.0)
 
 
 class Stagings(NamedTuple):
-    """All stagings to try, and what their common bounds need.
+    """All stagings to try, and the properties of all of them together that bounds need.
 
     Args:
-        leanest: stagings without those that need at least the memory of another one on every rank.
-        positions: the different contents of all positions; every entry has the contents of all positions.
+        leanest: stagings, except for those that need at least the memory of another one on every rank.
+        positions: the different contents of pipelines, each with all its positions.
         first_blocks: smallest number of blocks of a stage.
     """
 

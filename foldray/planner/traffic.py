@@ -36,8 +36,8 @@ def edges(candidate: Candidate) -> Edges:
 def sent(candidate: Candidate) -> dict[str, float]:
     """Return the bytes that a rank with a place in the family's grid sends in a step, by family, the mean over these ranks.
 
-    For `pp` they are those of one direction, and for `ROWS` the mean of both. If tokens travel once to work_ node, `ep` has
-    what travels between nodes.
+    `pp` has the bytes of one direction, and `ROWS` the mean of both. If tokens travel once to each node, `ep` has the bytes
+    between nodes.
     """
     fold, job = candidate.fold, candidate.job
     device = Device.of(job, _links_alone(job.dtype))
