@@ -1,7 +1,7 @@
 """The memory of a rank at the fullest pipeline position, in bytes.
 
-Weights, gradients and optimizer states follow from the number of parameters. Activations are the tensors that the runtime's ops keep
-from forward to backward, times the largest number of micro-batches that the position has in flight.
+Weights, gradients and optimizer states follow from the number of parameters. Activations are the tensors that the runtime's
+ops keep from forward to backward, times the largest number of micro-batches that the position has in flight.
 
 `imbalance` is everywhere the rows of the fullest rank over the mean, beyond the model's routing pattern.
 """
