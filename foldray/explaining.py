@@ -151,7 +151,6 @@ def _runs(ranks: Sequence[int]) -> str:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Align the cells of rows."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -77,7 +77,6 @@ def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces)
 
 @shared_by_ops
 def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[PassWork, PassWork]:
-    """Return the work of a block's forward and backward."""
     kinds = _ops(rank, block, pieces)
     totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
     again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}

@@ -124,7 +124,6 @@ class Passes:
         return Pass(stretch, *((entry.taken, exit_.given) if forward else (exit_.taken, entry.given)))
 
     def _ends(self, content: Content, back: bool) -> Stretch:
-        """Return the stretch of embedding and head."""
         ends = ends_of(content, self.pieces.slicing)
         computed = sum(self.rank.totals(kind, cut, None)[back].total for kind, cut in ends)
         prices = [self.rank.price(kind, back, tokens, None) for kind, cut in ends for tokens in pieces_of(cut)]

@@ -235,7 +235,6 @@ def _folds(space: Space) -> Iterator[Fold]:
 
 
 def _pinned_away(space: Space, **sizes: int) -> bool:
-    """Return whether an axis is pinned to another size."""
     return any(space.pins.get(axis, size) != size for axis, size in sizes.items())
 
 

@@ -157,7 +157,6 @@ class _Shared(NamedTuple):
 
 @shared_by_fold
 def _shared(rank: RankCosts, content: Content) -> _Shared:
-    """Return the parameters of a position whose optimizer several ranks share."""
     sizes = [(count, rank.fold.group_size(family)) for family, count in rank.elements(content).items()]
     shared = [(count, count / ranks) for count, ranks in sizes if ranks > 1]
     return _Shared(sum(count for count, _ in shared), *max(shared, default=(0.0, 0.0)))
