@@ -31,10 +31,6 @@ def named_nodes(cluster: str, world: int) -> list[Node]:
     Args:
         cluster: sizes of nodes, such as "3,5" or "16x8"; or the name of a cluster that comes with foldray, or a hardware file,
             whose nodes are as many as the ranks need.
-        world: number of ranks.
-
-    Raises:
-        UserError: it is none of these, or there are too few seats.
     """
     if _SIZES.fullmatch(cluster):
         parts = [part.rpartition("x") for part in cluster.split(",")]
@@ -42,8 +38,8 @@ def named_nodes(cluster: str, world: int) -> list[Node]:
             raise UserError("cluster", cluster, f"must have at most {_MOST_NODES} nodes, but has {count}")
         sizes = [int(size) for times, _, size in parts for _ in range(int(times or 1))]
     else:
-        each = load_hardware(cluster).gpus_per_node
-        sizes = [each] * -(-world // each)
+        seats = load_hardware(cluster).gpus_per_node
+        sizes = [seats] * -(-world // seats)
     return [Node(f"node {number}", size) for number, size in enumerate(sizes)]
 
 
@@ -66,11 +62,7 @@ class Seats:
 
     @classmethod
     def of(cls, edges: Edges, nodes: Sequence[Node], in_bytes: bool) -> Seats:
-        """Find the best arrangement.
-
-        Raises:
-            UserError: the nodes have too few seats, or there are too many ranks.
-        """
+        """Find the best arrangement."""
         if (world := edges.fold.world_size) > _MOST_RANKS:
             raise UserError("world_size", world, f"at most {_MOST_RANKS} ranks are put on nodes")
         fold, rooms = edges.fold, [Room(number, node.seats) for number, node in enumerate(nodes)]
@@ -85,23 +77,23 @@ class Seats:
     def _families(self) -> list[str]:
         """Families with traffic, those that send most first."""
         split = self.edges.split(self.before.where)
-        return sorted((name for name, each in split.items() if sum(each)), key=lambda name: -sum(split[name]))
+        return sorted((name for name, share in split.items() if sum(share)), key=lambda name: -sum(split[name]))
 
     def document(self) -> dict[str, Any]:
         """Return the entry "seats" of the document that `foldray explain --json` prints."""
         sides = {"before": self.before, "after": self.after}
-        split = {side: self.edges.split(each.where) for side, each in sides.items()}
+        split = {side: self.edges.split(placed.where) for side, placed in sides.items()}
         return {
             "unit": "bytes" if self.in_bytes else "score",
             "nodes": [
-                {"name": node.name, "seats": node.seats} | {side: each.ranks(number) for side, each in sides.items()}
+                {"name": node.name, "seats": node.seats} | {side: placed.ranks(number) for side, placed in sides.items()}
                 for number, node in enumerate(self.nodes)
             ],
-            "across": {side: self.edges.across(each.where) for side, each in sides.items()},
+            "across": {side: self.edges.across(placed.where) for side, placed in sides.items()},
             "families": {
                 name: {
-                    side: split[side][name]._asdict() | {"groups": self._groups(name), "crossing": self._crossing(each, name)}
-                    for side, each in sides.items()
+                    side: split[side][name]._asdict() | {"groups": self._groups(name), "crossing": self._crossing(placed, name)}
+                    for side, placed in sides.items()
                 }
                 for name in self._families
             },
@@ -117,20 +109,22 @@ class Seats:
         ]
         unit = "bytes of a step" if self.in_bytes else "points of the score"
         traffic: list[Sequence[str]] = [(f"between nodes, {unit}", "in all", "ranks in order", "", "ranks by traffic", "")]
-        first, second = (self.edges.split(each.where) for each in (self.before, self.after))
+        first, second = (self.edges.split(placed.where) for placed in (self.before, self.after))
         for name in self._families:
             total = sum(first[name])
             cells = [name, self._amount(total)]
-            for each, share in ((self.before, first[name]), (self.after, second[name])):
-                cells += [f"{self._amount(share.across)} ({share.across / total:.0%})", self._told(each, name)]
+            for placed, share in ((self.before, first[name]), (self.after, second[name])):
+                cells += [f"{self._amount(share.across)} ({share.across / total:.0%})", self._crossings(placed, name)]
             traffic.append(cells)
         total = sum(map(sum, first.values()))
-        across = [self.edges.across(each.where) for each in (self.before, self.after)]
+        across = [self.edges.across(placed.where) for placed in (self.before, self.after)]
         if total:
-            shares = [cell for each in across for cell in (f"{self._amount(each)} ({each / total:.0%})", "")]
+            shares = [cell for crossing in across for cell in (f"{self._amount(crossing)} ({crossing / total:.0%})", "")]
             traffic.append(("all", self._amount(total), *shares))
         more = [f"… {len(used) - _SHOWN} more nodes"] if len(used) > _SHOWN else []
-        best = "ranks in order are as good as any" if self.before.where == self.after.where else _less(*across)
+        best = "ranks in order are as good as any"
+        if self.before.where != self.after.where:
+            best = f"by traffic, {1 - across[1] / across[0]:.0%} less crosses nodes"
         return "\n".join([*_columns(nodes), *more, "", *_columns(traffic), "", best])
 
     def _groups(self, family: str) -> int:
@@ -141,16 +135,12 @@ class Seats:
         groups = () if family == ROWS else placed.fold.groups(family)
         return sum(len(set(map(placed.node, group))) > 1 for group in groups)
 
-    def _told(self, placed: Arrangement, family: str) -> str:
+    def _crossings(self, placed: Arrangement, family: str) -> str:
         groups = self._groups(family)
         return f"{self._crossing(placed, family)} of {groups} group{'s' * (groups > 1)}" if groups else ""
 
     def _amount(self, value: float) -> str:
         return in_bytes(value, decimal=True) if self.in_bytes else three_digits(value)
-
-
-def _less(before: float, after: float) -> str:
-    return f"by traffic, {1 - after / before:.0%} less crosses nodes"
 
 
 def _runs(ranks: Sequence[int]) -> str:
@@ -161,7 +151,6 @@ def _runs(ranks: Sequence[int]) -> str:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Align the cells of rows."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

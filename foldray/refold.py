@@ -29,7 +29,7 @@ MOST_WORLDS = 64
 _NEAREST = 64
 """Folds of each number of workers that are compared: those with the least change of the recipe's sizes, counted in doublings."""
 _FULLER = 1.5
-"""How much more than its share of the lost workers' memory a rank may need, before folds that need less are preferred."""
+"""Memory that a rank may need, over its share of all memory, before folds that need less are preferred."""
 
 
 def as_candidate(recipe: Recipe) -> Candidate:
@@ -46,25 +46,22 @@ def as_candidate(recipe: Recipe) -> Candidate:
 def worlds(recipe: Recipe) -> dict[int, Recipe]:
     """Return the recipe for every number of workers with which training may go on, by that number, in ascending order.
 
-    For fewer workers it is the legal fold with the shortest step, among those that are nearest to the recipe's and whose fullest
-    rank needs not much more memory. If all of these need much more, it is the legal fold that needs least.
-    Everything but the section `fold` and the number of workers stays, so the batch and the order of the text do, too. Numbers of
-    workers without a legal fold are left out, and of more than `MOST_WORLDS` numbers all but every n-th.
-
-    Raises:
-        UserError: the hardware that the recipe names is unknown.
+    For fewer workers it is the legal fold with the shortest step, among the folds that are nearest to the recipe's and whose
+    fullest rank needs at most `_FULLER` times its share of the recipe's memory. If all need more, it is the legal fold that
+    needs least. Everything but the section `fold` and the number of workers stays, also the batch and the order of the text.
+    Numbers of workers without a legal fold are left out, and of more than `MOST_WORLDS` numbers all but every n-th.
     """
     least = recipe.cluster.min_workers or recipe.cluster.workers
     if least == recipe.cluster.workers:
         return {least: recipe}
     prices = _Prices(load_hardware(recipe.tune.hardware or _DEFAULT, "tune.hardware"))
     whole = prices.needs(as_candidate(recipe)) * recipe.cluster.workers
-    found: dict[int, Recipe] = {}
+    by_workers: dict[int, Recipe] = {}
     apart = -(-(recipe.cluster.workers - least) // MOST_WORLDS)
     for workers in [least, *sorted(range(recipe.cluster.workers - apart, least, -apart))]:
         if best := _best(recipe, workers, whole / workers, prices):
-            found[workers] = best
-    return found | {recipe.cluster.workers: recipe}
+            by_workers[workers] = best
+    return by_workers | {recipe.cluster.workers: recipe}
 
 
 class _Folded(NamedTuple):
@@ -81,11 +78,7 @@ class _Folded(NamedTuple):
 
 
 class _Prices:
-    """Memory and steps of the folds of one recipe, which share tables of costs.
-
-    Args:
-        hardware: the cluster whose steps are estimated.
-    """
+    """Memory and steps of the folds of one recipe, which share tables of costs."""
 
     def __init__(self, hardware: Hardware):
         self._hardware, self._default, self._memos = hardware, load_hardware(_DEFAULT), (Memo(), Memo())
@@ -96,51 +89,47 @@ class _Prices:
         return ledger(candidate, OpWork(candidate, device, memo=self._memos[0]).rank).total
 
     def seconds(self, candidate: Candidate) -> float:
-        """Return the seconds of a step without a simulation of its pipeline, which takes long where there are many positions.
+        """Return the seconds of a step without a simulation of its pipeline, which takes long if there are many positions.
 
-        It is the bound that a pipeline of equal stages reaches, and the time of gradients that leave at the end.
+        It is the bound that a pipeline of equal stages reaches, and the time of gradients that are reduced at the end.
         """
         candidate = replace(candidate, job=replace(candidate.job, dtype="bf16"))  # hardware files may lack the others
         work = OpWork(candidate, Device.of(candidate.job, self._hardware), memo=self._memos[1])
         reduction, contents = candidate.ordering.reduction, candidate.layout.positions.different
-        leaving = [sum(each.reduce for each in stage_updates(work.rank, content, reduction)) for content in contents]
-        return Step(candidate, work).simulated_bound() + max(leaving) * (reduction.kind == "end")
+        reduced = [sum(update.reduce for update in stage_updates(work.rank, content, reduction)) for content in contents]
+        return Step(candidate, work).simulated_bound() + max(reduced) * (reduction.kind == "end")
 
 
 def _best(recipe: Recipe, workers: int, share: float, prices: _Prices) -> Recipe | None:
-    """Return the best legal recipe of so many workers.
-
-    Args:
-        share: bytes that a rank would need if the lost workers' memory were spread evenly.
-    """
+    """Return the best legal recipe of so many workers. `share` has the lost workers' memory, spread evenly, in bytes."""
     asked = [getattr(recipe.placed_fold, axis) for axis in _AXES]
 
     def change(fold: Fold) -> float:
         return sum(abs(math.log2(getattr(fold, axis) / size)) for axis, size in zip(_AXES, asked, strict=True))
 
     folds = sorted(legal_folds(recipe.model, recipe.data.seq_len, workers), key=change)
-    near = [(prices.needs(each.candidate), each) for each in _folded(recipe, folds[:_NEAREST])]
-    small = [each for need, each in near if need <= _FULLER * share]
+    near = [(prices.needs(folded.candidate), folded) for folded in _folded(recipe, folds[:_NEAREST])]
+    small = [folded for need, folded in near if need <= _FULLER * share]
     if len(small) > 1:
-        small.sort(key=lambda each: prices.seconds(each.candidate))
-    if best := next(filter(None, (each.checked() for each in small)), None):
+        small.sort(key=lambda folded: prices.seconds(folded.candidate))
+    if best := next(filter(None, (folded.checked() for folded in small)), None):
         return best
-    large = [(need, each) for need, each in near if need > _FULLER * share]
-    large += [(prices.needs(each.candidate), each) for each in _folded(recipe, folds[_NEAREST:])]
+    large = [(need, folded) for need, folded in near if need > _FULLER * share]
+    large += [(prices.needs(folded.candidate), folded) for folded in _folded(recipe, folds[_NEAREST:])]
     large.sort(key=itemgetter(0))
-    return next(filter(None, (each.checked() for _, each in large)), None)
+    return next(filter(None, (folded.checked() for _, folded in large)), None)
 
 
 def _folded(recipe: Recipe, folds: Iterable[Fold]) -> Iterator[_Folded]:
-    """Yield the recipe with every fold that divides its model and batch. What fits one pipeline only is left to the defaults."""
-    for each in folds:
-        least = min(each.world_size, recipe.cluster.min_workers or each.world_size)
-        cluster = recipe.cluster.model_copy(update={"workers": each.world_size, "min_workers": least})
-        sizes = {axis: getattr(each, axis) for axis in _AXES} | {"ep_inside": math.gcd(recipe.fold.ep_inside, each.ep)}
+    """Yield the recipe with every fold that divides its model and batch. Stages of another pipeline have their defaults."""
+    for fold in folds:
+        least = min(fold.world_size, recipe.cluster.min_workers or fold.world_size)
+        cluster = recipe.cluster.model_copy(update={"workers": fold.world_size, "min_workers": least})
+        sizes = {axis: getattr(fold, axis) for axis in _AXES} | {"ep_inside": math.gcd(recipe.fold.ep_inside, fold.ep)}
         schedule = recipe.schedule
-        if each.pp != recipe.fold.pp:
+        if fold.pp != recipe.fold.pp:
             schedule = schedule.model_copy(update={"stage_layers": None, "virtual_stages": 1})
         changed = {"cluster": cluster, "fold": recipe.fold.model_copy(update=sizes), "schedule": schedule}
-        other = recipe.model_copy(update=changed)
+        folded = recipe.model_copy(update=changed)
         with suppress(UserError):
-            yield _Folded(other, as_candidate(other))
+            yield _Folded(folded, as_candidate(folded))

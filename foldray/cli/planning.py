@@ -39,7 +39,7 @@ def plan(given: argparse.Namespace) -> int:
 
 def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
-    from foldray.planner import placed_report, placing, search
+    from foldray.planner import placing, report, search
     from foldray.planner.apart import ApartWork
 
     space = _space(given, machines)
@@ -49,11 +49,11 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     best = placed[0]
     work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
     shared = search.search(space, 1).best[0]
-    comparison = placed_report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
+    comparison = report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
     if given.picture:
         write_picture(given.picture, lambda path: _roofline_picture(comparison, space, path))
-    document = partial(placed_report.placements_document, comparison)
-    return say_either(given, document, partial(placed_report.placements_table, comparison, machines))
+    document = partial(report.placements_document, comparison)
+    return say_either(given, document, partial(report.placements_table, comparison, machines))
 
 
 def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:

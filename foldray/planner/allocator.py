@@ -24,12 +24,7 @@ _DIGITS = 9  # of the logarithms of seconds: times that differ by less than roun
 
 
 class Demand(NamedTuple):
-    """What a layer needs for one micro-batch.
-
-    Args:
-        attention, experts: FLOPs of each side.
-        bytes: bytes from attention to the experts; as many come back.
-    """
+    """A layer's FLOPs of each side for one micro-batch, and bytes from attention to the experts; as many come back."""
 
     attention: float
     experts: float
@@ -38,13 +33,7 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """GPUs and adapters of both sides.
-
-    Args:
-        attention, experts: number of GPUs.
-        attention_nics, expert_nics: number of adapters.
-        sides: seconds of a layer of attention and of the experts.
-    """
+    """Numbers of GPUs and of adapters of both sides, and seconds of a layer of each side."""
 
     attention: int
     experts: int
@@ -57,14 +46,9 @@ def allocate(demand: Demand, gpus: int, flops: float, nics: int, nic_rate: float
     """Return the best of all allocations.
 
     Args:
-        demand: FLOPs and bytes of a layer.
-        gpus: number of GPUs. Every GPU goes to one side.
         flops: FLOP/s that a GPU reaches.
         nics: number of adapters. Any of them may serve either side.
         nic_rate: bytes per second of an adapter, in each direction.
-
-    Raises:
-        UserError: there are fewer than two GPUs, or fewer than two adapters.
     """
     for name, count, what in (("gpus", gpus, "GPU"), ("nics", nics, "network adapter")):
         if count < 2:

@@ -1,11 +1,10 @@
 """The costs of a step whose experts have ranks of their own (DisagMoE): ops of two kinds of ranks, and the rows between them.
 
-A rank of attention has the ops of its half, and a rank of the experts has those of its own; their GPUs may differ. Rows go
-from each rank of a position of attention to those ranks of the experts that hold one of the token's experts, once to each
-(`moe/once.py`). A message takes as long as the slower end: the adapters of a sender, or those of a receiver.
+A rank of attention has the ops of attention, and a rank of the experts the ops of experts; their GPUs may differ. A rank of
+attention sends the row of a token once to each rank that holds one of the token's experts (`moe/once.py`). A message takes as
+long as its slower end: the adapters of a sender, or those of a receiver.
 
-`whole.py` simulates such a step op by op. There is no bound and no search over single ops, because a stage has no place of
-its own.
+`whole.py` simulates such a step op by op. A stage is on two kinds of ranks, so no pass of a stage can be simulated alone.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, Stage, ranks_of_a_token, visits_of_a_token
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
-from foldray.planner.device import Device
+from foldray.planner.device import FLOAT32, INT64, Device
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.memo import Memo
 from foldray.planner.memory import (
@@ -47,12 +47,7 @@ ROWS_UP, ROWS_DOWN = "rows up", "rows down"
 
 
 class Sides(NamedTuple):
-    """The GPUs of attention and of the experts.
-
-    Args:
-        attention, experts: the devices.
-        nics: network adapters of a GPU on each side, where 1 is the hardware file's link between nodes.
-    """
+    """The GPUs of both sides, and network adapters of a GPU, where 1 is the hardware file's link between nodes."""
 
     attention: Device
     experts: Device
@@ -60,17 +55,11 @@ class Sides(NamedTuple):
 
 
 class ApartWork(OpWork):
-    """The costs of the ops of a candidate whose experts have ranks of their own.
-
-    Args:
-        candidate: the candidate.
-        sides: the GPUs.
-        memos: tables for the costs of attention and of the experts, if other candidates of the same job share them.
-    """
+    """The costs of the ops of a candidate whose experts have ranks of their own. Candidates of one job may share `memos`."""
 
     def __init__(self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None):
         self.memos = memos or (Memo(), Memo())
-        # Rows go once to each rank whatever the job says. Their prices are here, and those of other ops are the same.
+        # Rows go once to each rank, whatever `dispatch` is. `_rows` prices them, and other ops cost the same with any `dispatch`.
         candidate = replace(candidate, job=replace(candidate.job, dispatch="assignment"))
         super().__init__(candidate, sides.attention, memo=self.memos[0])
         fold = candidate.fold
@@ -112,7 +101,7 @@ class ApartWork(OpWork):
     def behind(self) -> list[float]:
         """Return, for every position, the seconds of its optimizer and of its gather of weights."""
         return [
-            sum(each.gather + each.optimizer for each in stage_updates(rank, content, WHOLE) if each.family == family)
+            sum(update.gather + update.optimizer for update in stage_updates(rank, content, WHOLE) if update.family == family)
             for rank, content, family in self._contents()
         ]
 
@@ -137,20 +126,20 @@ class ApartWork(OpWork):
 
     def memory(self) -> tuple[Memory, Memory]:
         """Return the memory of the fullest rank of attention, and of the fullest rank of the experts."""
-        every = [self._memory(place, *each) for place, each in enumerate(self._contents())]
+        memories = [self._memory(place, *position) for place, position in enumerate(self._contents())]
         pp = self.candidate.fold.pp
-        attention, experts = (max(own, key=lambda each: each.total) for own in (every[:pp], every[pp:]))
+        attention, experts = (max(side, key=attrgetter("total")) for side in (memories[:pp], memories[pp:]))
         return attention, experts
 
     def held(self) -> float:
         """Return the bytes of parameters, gradients and optimizer's state of the fullest rank. No schedule needs less memory."""
-        return max(sum(self._parameters(*each)) for each in self._contents())
+        return max(sum(self._parameters(*position)) for position in self._contents())
 
     def _parameters(self, rank: RankCosts, content: Content, family: str) -> Held:
-        every = rank.elements(content)
-        own = {name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in every.items()}
-        hidden = {name: count for name, count in elements(rank, content).items() if own[name]}
-        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, own, hidden)
+        sides = rank.elements(content).items()
+        held = {name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in sides}
+        hidden = {name: count for name, count in elements(rank, content).items() if held[name]}
+        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, held, hidden)
 
     def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
         candidate, graph = self.candidate, self.candidate.graph
@@ -163,15 +152,15 @@ class ApartWork(OpWork):
         left = {block: self._operands(rank, block, family) for block in size}
         kept, logits = sum(count * size[graph.blocks[layer]] for layer, count in counts.items()) / graph.slicing.degree, 0.0
         if ordering.forward.row.found:
-            own, again = math.ceil(counts.total() / graph.slicing.degree), bool(ordering.recompute)
-            kept = kept_by_list(content.blocks, size, left, own, candidate.micro_batches, ordering.ahead, again)
+            in_order, again = math.ceil(counts.total() / graph.slicing.degree), bool(ordering.recompute)
+            kept = kept_by_list(content.blocks, size, left, in_order, candidate.micro_batches, ordering.ahead, again)
         rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
             logits = head_logits(rank, max(graph.slicing.moe))
         if graph.later:
             rows += max(left.values())
-        hidden = [each for each in matrices(rank, content) if (each.family == "edp") == (family == "edp")]
-        updating = max((round_bytes(rank, each) for each in hidden), default=0.0) - kept - rows - logits
+        hidden = [of_class for of_class in matrices(rank, content) if (of_class.family == "edp") == (family == "edp")]
+        updating = max((round_bytes(rank, of_class) for of_class in hidden), default=0.0) - kept - rows - logits
         return Memory(*held, kept, rows, logits, max(0.0, updating), rank.device.share["workspace"] * GIB)
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
@@ -183,13 +172,13 @@ class ApartWork(OpWork):
         tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
         rows = tokens * ranks_of_a_token(model, fold.ep)
         if family == "dp_cp":
-            # A sum without weights keeps only which ranks have a row. A router keeps the token of each row and the rows of each
-            # token, instead of as many as there are assignments.
-            own = tokens * (fold.ep - 8 * model.topk + 8 * min(model.topk, fold.ep)) + rows * 8
-            shared = expert_activations(rank, block, again) + combined_rows(rank, block)
-            return block_activations(rank, block, again, sliced) - shared + own
+            # A sum without weights keeps only which ranks have a row. The router keeps the token of each row, and of each token
+            # at most a row per rank instead of a row per expert.
+            indices = tokens * (fold.ep - INT64 * model.topk + INT64 * min(model.topk, fold.ep)) + rows * INT64
+            elsewhere = expert_activations(rank, block, again) + combined_rows(rank, block)
+            return block_activations(rank, block, again, sliced) - elsewhere + indices
         if EXPERT in again:
-            return rows * (model.hidden * rank.device.bytes + model.topk * (4 + 8))  # with their weights and experts
+            return rows * (model.hidden * rank.device.bytes + model.topk * (FLOAT32 + INT64))  # with their weights and experts
         summed = summed_rows(rank, block, tokens * model.topk * rank.overload, rows * rank.overload)
         return expert_activations(rank, block) + fold.etp * summed
 

@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE
 from foldray.planner.candidate import Pieces
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, Totals, shared_by_ops
 from foldray.planner.layout import Content, PipelineLayout, Positions
-from foldray.planner.memo import PassWork, PieceTables, StageBound, Totals
 from foldray.schedule import Slicing, gathers
 
 _TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
 _DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 
 
+class PassWork(NamedTuple):
+    """Seconds of one pass.
+
+    Args:
+        computed: all computation.
+        travels: all all-to-alls.
+        least: a lower bound of the whole pass if blocks drain.
+        piece: a lower bound of the seconds until the first piece is through.
+    """
+
+    computed: float
+    travels: float
+    least: float
+    piece: float
+
+
+class StageBound(NamedTuple):
+    """Lower bounds of the seconds of a stage, forward and backward together: of all of it, and of its first piece."""
+
+    seconds: float
+    piece: float
+
+
 def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
-    own = _MOE if block.moe else _DENSE
-    return (PROJECT, GATHER, *own) if gathers(pieces.slicing, rank.fold.cp) else own
+    kinds = _MOE if block.moe else _DENSE
+    return (PROJECT, GATHER, *kinds) if gathers(pieces.slicing, rank.fold.cp) else kinds
 
 
 def ops_of_pass(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
-    """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops.
-
-    Args:
-        back: whether the pass is a backward pass.
-    """
-    own = _ops(rank, block, pieces)
-    return [(each, back) for each in own] + [(each, False) for each in (_recomputed(own, pieces) if back else ())]
+    """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops."""
+    kinds = _ops(rank, block, pieces)
+    return [(kind, back) for kind in kinds] + [(kind, False) for kind in (_recomputed(kinds, pieces) if back else ())]
 
 
 def _recomputed(kinds: Sequence[str], pieces: Pieces) -> list[str]:
     """Return the kinds of ops that run again. Projections do if attention does."""
     again = {*pieces.recompute, *((PROJECT,) if ATTENTION in pieces.recompute else ())}
-    return [each for each in kinds if each in again]
+    return [kind for kind in kinds if kind in again]
 
 
 def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
@@ -44,39 +63,29 @@ def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
 
 def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ...]]]:
     """Return the kinds EMBED and HEAD that a content has, each as often as it has it, with the tokens of each of its pieces."""
-    found = [(EMBED, slicing.attention)] if content.embedding else []
-    return [*found, *[(HEAD, slicing.moe if content.head.moe else slicing.attention)] * content.heads] if content.head else found
+    embedding = [(EMBED, slicing.attention)] if content.embedding else []
+    if not content.head:
+        return embedding
+    return embedding + [(HEAD, slicing.moe if content.head.moe else slicing.attention)] * content.heads
 
 
 def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
     """Return the seconds that the cheapest of these blocks computes, forward and backward."""
-    known = _tables_of(rank, pieces)
-    works = [_block_works(rank, block, pieces, known) for block in blocks]
+    works = [_block_works(rank, block, pieces) for block in blocks]
     return min([forward.computed + backward.computed for forward, backward in works])
 
 
-def _tables_of(rank: RankCosts, pieces: Pieces) -> PieceTables:
-    tables = rank.blocks.pieces
-    known = tables.get(pieces)
-    if known is None:
-        known = tables[pieces] = PieceTables()
-    return known
+@shared_by_ops
+def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[PassWork, PassWork]:
+    kinds = _ops(rank, block, pieces)
+    totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
+    again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}
+    forward = _pass_work(block, {kind: both[0] for kind, both in totals.items()}, {}, pieces)
+    backward = _pass_work(block, {kind: both[1] for kind, both in totals.items()}, again, pieces)
+    return forward, backward
 
 
-def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces, known: PieceTables) -> tuple[PassWork, PassWork]:
-    """Return the work of a block's forward and backward."""
-    found = known.blocks.get(block)
-    if found is None:
-        kinds = _ops(rank, block, pieces)
-        totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
-        again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}
-        forward = _pass_work(block, {kind: each[0] for kind, each in totals.items()}, {}, pieces)
-        backward = _pass_work(block, {kind: each[1] for kind, each in totals.items()}, again, pieces)
-        found = known.blocks[block] = forward, backward
-    return found
-
-
-def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
+def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
     """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
 
     Gathered keys and values do not count: other ops can hide them.
@@ -87,38 +96,36 @@ def _pass_work(block: BlockSpec, own: Mapping[str, Totals], again: Mapping[str, 
     and weighted sum after them. Backward has the reverse order and the same bounds.
 
     Args:
-        own: the seconds of the ops of this pass.
-        again: the seconds of the ops that run again in it.
+        totals: kind → seconds of the ops of this pass.
+        again: kind → seconds of the ops that run again in it.
     """
     plain = piece = 0.0
-    for kind, each in own.items():
+    for kind, seconds in totals.items():
         if kind not in _TRAVEL:
-            plain += each.total
-        piece += each.least if kind != GATHER else 0.0
+            plain += seconds.total
+        piece += seconds.least if kind != GATHER else 0.0
     computed = plain + sum(again.values())
     if not block.moe:
         return PassWork(computed, 0.0, computed, piece)
-    combine, merge = own[COMBINE], own[MERGE]
-    travels = own[DISPATCH].total + combine.total
+    combine, merge = totals[COMBINE], totals[MERGE]
+    travels = totals[DISPATCH].total + combine.total
     if pieces.hiding == "nothing":
         return PassWork(computed, travels, computed + travels - min(again.get(EXPERT, 0.0), combine.total), piece)
-    bound_by_link = own[ATTENTION].first + own[ROUTE].least + travels + merge.least
+    bound_by_link = totals[ATTENTION].first + totals[ROUTE].least + travels + merge.least
     last_back = plain - merge.total + merge.least + combine.least
     return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)
 
 
-def stage_work(rank: RankCosts, content: Content, back: bool, pieces: Pieces) -> PassWork:
-    """Return the work of one pass of a stage for one part of a micro-batch: blocks, embedding and head."""
-    return _stage_works(rank, content, pieces, _tables_of(rank, pieces))[back]
-
-
-def _stage_works(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[PassWork, PassWork]:
-    """Return the work of a stage's forward and backward."""
-    blocks = [(*_block_works(rank, block, pieces, known), count) for block, count in content.blocks]
-    forward, backward = _end_seconds(rank, content, pieces, known)
-    return _together(forward, [(each, count) for each, _, count in blocks]), _together(
-        backward, [(each, count) for _, each, count in blocks]
+@shared_by_ops
+def stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
+    """Return the work of a stage's forward and backward for one part of a micro-batch: blocks, embedding and head."""
+    blocks = [(_block_works(rank, block, pieces), count) for block, count in content.blocks]
+    ends = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
+    forward, backward = (
+        _together(sum([totals[back].total for totals in ends]), [(works[back], count) for works, count in blocks])
+        for back in (False, True)
     )
+    return forward, backward
 
 
 def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
@@ -132,16 +139,6 @@ def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
     return PassWork(computed, travels, least, piece)
 
 
-def _end_seconds(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> tuple[float, float]:
-    """Return the seconds of embedding and head, forward and backward."""
-    key = content.embedding, content.head, content.heads
-    found = known.ends.get(key)
-    if found is None:
-        totals = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
-        found = known.ends[key] = sum([each[0].total for each in totals]), sum([each[1].total for each in totals])
-    return found
-
-
 def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[float]:
     """Return lower bounds of the seconds of forward and backward of stages, for one micro-batch.
 
@@ -149,22 +146,13 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
     computation or all of its all-to-alls, whichever is longer. Hidden communication slows computation down (`crowding`). The
     bound of several stages together is at most the sum of their bounds.
     """
-    return [each.seconds for each in _stage_bounds(rank, contents, pieces)]
+    return [_stage_bound(rank, content, pieces).seconds for content in contents]
 
 
-def _stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[StageBound]:
-    known, found = _tables_of(rank, pieces), list[StageBound]()
-    for content in contents:
-        bound = known.bounds.get(content)
-        if bound is None:
-            bound = known.bounds[content] = _stage_bound(rank, content, pieces, known)
-        found.append(bound)
-    return found
-
-
-def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: PieceTables) -> StageBound:
+@shared_by_ops
+def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBound:
     crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
-    for work in _stage_works(rank, content, pieces, known):
+    for work in stage_works(rank, content, pieces):
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
         piece += work.piece
@@ -174,17 +162,11 @@ def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces, known: Piece
 def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, stages: Sequence[float]) -> list[float]:
     """Return lower bounds of the seconds until the next stage can begin: forward and backward together, with handovers.
 
-    The next stage begins after the whole pass, or after its first piece if there are several.
-
-    Args:
-        rank: the costs of a rank.
-        contents: the contents of the stages.
-        pieces: how a rank cuts its micro-batches.
-        stages: lower bounds of the seconds of forward and backward of each stage.
+    The next stage begins after the whole pass (`stages`), or after its first piece if there are several.
     """
     if not pieces.several:
-        return [each + 2 * rank.handover.seconds for each in stages]
-    return [each.piece for each in _stage_bounds(rank, contents, pieces)]
+        return [seconds + 2 * rank.handover.seconds for seconds in stages]
+    return [_stage_bound(rank, content, pieces).piece for content in contents]
 
 
 def step_bound(
@@ -197,19 +179,18 @@ def step_bound(
     first position updates its weights.
 
     Args:
-        layout: the stages of the pipeline.
         micro_batches: micro-batches of one data-parallel place.
         stages: for every form of stage, seconds of forward and backward of one micro-batch.
         behind: for every different content of positions, seconds after the last backward.
         hops: for every form of stage, seconds until the next stage can begin (`hop_bounds`).
     """
-    found, ahead, number_at = 0.0, 0.0, layout.positions.number_at
+    bound, ahead, number_at = 0.0, 0.0, layout.positions.number_at
     first = behind[number_at[0]]
     for number, forms in zip(number_at, layout.forms_at, strict=True):
         computed = micro_batches * sum([stages[form] for form in forms])
-        found = max(found, computed + max(ahead + first, behind[number]))
+        bound = max(bound, computed + max(ahead + first, behind[number]))
         ahead += hops[forms[0]]
-    return found
+    return bound
 
 
 def fold_bound(
@@ -218,13 +199,10 @@ def fold_bound(
     """Return a lower bound of the seconds of a step, for any number of stages per position.
 
     Args:
-        rank: the costs of a rank.
-        positions: the contents of all positions.
         hop: lower bound of the seconds until the stage after a position's first stage can begin, forward and backward.
         micro_batches, behind: as for `step_bound`.
-        pieces: how a rank cuts its micro-batches.
     """
     first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
     # The last of equal positions waits longest.
-    each = zip(bounds, positions.last, behind, strict=True)
-    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in each])
+    contents = zip(bounds, positions.last, behind, strict=True)
+    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in contents])

@@ -40,7 +40,6 @@ class Job:
     """The model and batch to train.
 
     Args:
-        model: the model.
         seq_len: tokens of a sequence.
         global_batch: sequences of an optimizer step.
         dtype: dtype of activations and weights.
@@ -110,17 +109,10 @@ class Candidate:
     """One way to train a job.
 
     Args:
-        job: the model and batch.
-        fold: the fold.
-        ordering: the ordering of a step.
         micro_batch: sequences of a micro-batch.
         virtual_stages: stages per pipeline position.
         zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.
         stage_layers: number of blocks of each stage; None cuts evenly.
-
-    Raises:
-        UserError: the fold does not divide the model or the batch, the parts do not divide the micro-batch, or training has no
-            pipeline schedule for the candidate.
     """
 
     job: Job
@@ -186,7 +178,7 @@ class Candidate:
             recompute=self.ordering.recompute,
             batch_degree=self.ordering.batch_degree,
             gathers=gathers(self.pieces.slicing, self.fold.cp),
-            places=tuple(Place(*each) for each in self.ownership.places),
+            places=tuple(Place(*place) for place in self.ownership.places),
             tied=self.job.model.tied_embeddings,
             later=leaves_weights(self.job.model) if self.ordering.weights_apart else (),
         )

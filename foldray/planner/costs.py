@@ -1,7 +1,6 @@
 """The cost of every op of a step on one rank: a sequence of (lane, what the seconds are spent on, seconds).
 
-Counts are those of one rank; `parts.py` says what the costs are made of, `attending.py` and `mixing.py` have attention and MoE
-layers. The traffic of a fold follows section 3 of MoE Parallel Folding.
+`parts.py` says what the costs are made of. The traffic of a fold follows section 3 of MoE Parallel Folding.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, count_by_op
 from foldray.fold import Fold
@@ -28,27 +29,19 @@ from foldray.kinds import (
     REDUCE,
     ROUTE,
 )
-from foldray.planner.attending import AttentionParts
 from foldray.planner.candidate import FAMILY, Candidate, Job
 from foldray.planner.device import Device
 from foldray.planner.layout import Content
 from foldray.planner.lists import block_of
-from foldray.planner.memo import BlockKey, BlockTables, FoldTables, Memo, OpKey, OpTables, Totals
-from foldray.planner.mixing import MixtureParts
+from foldray.planner.memo import Memo, Table, shared
 from foldray.planner.network import Network
+from foldray.planner.parts import AttentionParts, MixtureParts
 from foldray.planner.shares import Price, Work
 from foldray.schedule import COMPUTE, Chunk, Issue, LaneSeconds, Op
 
 
 class OpWork:
-    """The costs of a candidate's ops.
-
-    Args:
-        candidate: the candidate.
-        device: the GPU.
-        rank: the costs of the candidate's ranks, if other candidates share them. None makes new ones.
-        memo: tables for new costs (`RankCosts`).
-    """
+    """The costs of a candidate's ops. Candidates may share the costs of a rank (`rank`), or their tables (`memo`)."""
 
     def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None, memo: Memo | None = None):
         self.candidate = candidate
@@ -80,7 +73,7 @@ class OpWork:
 
     def _price(self, op: Op) -> Price:
         if op.kind == HANDOVER:
-            # Links are duplex: a position sends and receives at once. So a handover waits only for those of its own channel.
+            # Links are duplex: a position sends and receives at once. So a handover waits only for handovers of its own channel.
             graph = self.candidate.graph
             return Price.of([self.rank.handover_of(len(graph.tokens(op)))._replace(lane=str(graph.channel(op)))])
         if op.kind == REDUCE:
@@ -96,52 +89,49 @@ class OpWork:
         return price
 
 
+class Totals(NamedTuple):
+    """Seconds of all pieces of a kind together, of the first piece, and of the shortest piece."""
+
+    total: float
+    first: float
+    least: float
+
+
+shared_by_fold = shared(attrgetter("fold_table"))
+"""Decorator for results that ranks share if their fold and stage of ZeRO are the same."""
+shared_by_ops = shared(attrgetter("ops_table"))
+"""Decorator for results that ranks share if all their ops cost the same."""
+
+
 class RankCosts(AttentionParts, MixtureParts):
     """The costs of one rank's ops, reductions and handovers under a fold.
 
     Args:
-        job: the model and batch.
-        fold: the fold.
-        device: the GPU.
         sequences: number of sequences that an op works on: those of a micro-batch, or of one of its parts.
         zero: stage of ZeRO; 3 gathers weights in every op.
         memo: tables of known results, shared by all ranks of one job on one device.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        fold: Fold,
-        device: Device,
-        sequences: float,
-        zero: int = 1,
-        memo: Memo | None = None,
-    ):
+    def __init__(self, job: Job, fold: Fold, device: Device, sequences: float, zero: int = 1, memo: Memo | None = None):
         self.job, self.model, self.fold, self.device = job, job.model, fold, device
         self.sequences, self.zero = sequences, zero
         self.memo = Memo() if memo is None else memo
-        if (fold, zero) not in self.memo.folds:
-            network = Network(fold, device)
-            self.memo.folds[fold, zero] = FoldTables(network, self._traits(network))
-        self.tables = self.memo.folds[fold, zero]
-        self.network = self.tables.network
-        self._own: dict[tuple[str, BlockSpec | None], OpTables] = {}
+        self.fold_table = self.memo[fold, zero]
+        self.network, self._traits = self._network_and_traits()
+        self._op_tables: dict[tuple[str, BlockSpec | None], Table] = {}
 
     def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
         """Return the price of an op.
 
         Args:
-            kind: kind of the op.
-            back: whether it is a backward op.
             tokens: the tokens that it works on, as positions in the rank's share of a sequence.
             block: its block; None for embedding and head.
         """
-        prices = self._tables_of(kind, block).prices
-        key = back, tokens.start if kind == ATTENTION else 0, len(tokens)
-        found = prices.get(key)
-        if found is None:
-            found = prices[key] = Price.of(PRICES[kind](self, block, tokens, back))
-        return found
+        table, key = self._table_of(kind, block), (back, tokens.start if kind == ATTENTION else 0, len(tokens))
+        price: Price | None = table.get(key)
+        if price is None:
+            price = table[key] = Price.of(PRICES[kind](self, block, tokens, back))
+        return price
 
     def issue(self, price: Price) -> float:
         """Return how many seconds the host needs to issue an op."""
@@ -156,47 +146,38 @@ class RankCosts(AttentionParts, MixtureParts):
         return max(0.0, self.issue(price) - price.seconds)
 
     def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
-        """Return the seconds of all pieces of a kind of op in the forward and in the backward of a block.
-
-        Args:
-            kind, block: as for `price`.
-            cut: the tokens of each piece.
-        """
-        totals = self._tables_of(kind, block).totals
-        found = totals.get(cut)
-        if found is None:
-            found = totals[cut] = self._totals(kind, cut, False, block), self._totals(kind, cut, True, block)
-        return found
+        """Return the seconds of a kind's pieces of these lengths in the forward and in the backward of a block."""
+        table, key = self._table_of(kind, block), ("totals", cut)
+        totals: tuple[Totals, Totals] | None = table.get(key)
+        if totals is None:
+            totals = table[key] = self._totals(kind, cut, False, block), self._totals(kind, cut, True, block)
+        return totals
 
     def _totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
         seconds = [self.price(kind, back, tokens, block).seconds for tokens in pieces_of(cut)]
         return Totals(sum(seconds), seconds[0], min(seconds))
 
     @cached_property
-    def blocks(self) -> BlockTables:
-        """Tables that ranks share if all their ops cost the same."""
-        key = BlockKey(self.sequences, tuple(self.tables.traits.values()))
-        if key not in self.memo.blocks:
-            self.memo.blocks[key] = BlockTables()
-        return self.memo.blocks[key]
+    def ops_table(self) -> Table:
+        """The table that ranks share if all their ops cost the same."""
+        return self.memo[self.sequences, *self._traits.values()]
 
-    def _tables_of(self, kind: str, block: BlockSpec | None) -> OpTables:
-        """Return the tables of a kind of op in a block. Ranks share them if this kind of op costs the same for them."""
-        tables = self._own.get((kind, block))
-        if tables is None:
-            key = OpKey(kind, block, self.sequences, self.tables.traits[kind])
-            tables = self.memo.ops.get(key)
-            if tables is None:
-                tables = self.memo.ops[key] = OpTables()
-            self._own[kind, block] = tables
-        return tables
+    def _table_of(self, kind: str, block: BlockSpec | None) -> Table:
+        """Return the table that ranks share if this kind of op in this block costs the same for them."""
+        table = self._op_tables.get((kind, block))
+        if table is None:
+            table = self._op_tables[kind, block] = self.memo[kind, block, self.sequences, self._traits[kind]]
+        return table
 
-    def _traits(self, network: Network) -> dict[str, tuple]:
-        fold, shape = self.fold, network.shape
+    @shared_by_fold
+    def _network_and_traits(self) -> tuple[Network, dict[str, tuple]]:
+        """Return the links under the fold and, for each kind of op, sizes and shapes of groups that its price depends on."""
+        network, fold = Network(self.fold, self.device), self.fold
+        shape = network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
         rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" or self.job.wire is not None else ()
-        own: dict[str, tuple] = {
+        traits: dict[str, tuple] = {
             EMBED: tensor,
             PROJECT: tensor,
             GATHER: (*tensor, fold.cp, shape("cp")),
@@ -209,7 +190,7 @@ class RankCosts(AttentionParts, MixtureParts):
             MERGE: rows,
             HEAD: tensor,
         }
-        return {kind: (*each, *spread) for kind, each in own.items()}
+        return network, {kind: (*sizes, *spread) for kind, sizes in traits.items()}
 
     @cached_property
     def weights(self) -> dict[tuple[str, BlockSpec | None], float]:
@@ -218,7 +199,7 @@ class RankCosts(AttentionParts, MixtureParts):
 
     @cached_property
     def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
-        """The same as (those that TP or EP and ETP cut, those that every rank has whole)."""
+        """`weights` as (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank holds whole)."""
         parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
         return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in count_by_op(self.model).items()}
 
@@ -228,18 +209,18 @@ class RankCosts(AttentionParts, MixtureParts):
         An embedding that two stages share counts with the embedding, and again with the head if `content` has only the head.
         """
         keys = Counter[tuple[str, BlockSpec | None]]()
-        for own, count in content.blocks:
-            for kind in (ATTENTION, ROUTE, EXPERT) if own.moe else (ATTENTION, FFN):
-                keys[kind, own] += count
+        for layer, count in content.blocks:
+            for kind in kinds_with_weights(layer):
+                keys[kind, layer] += count
         keys.update([(EMBED, None)] * content.embedding + [(HEAD, None)] * bool(content.head))
-        found = dict.fromkeys(FAMILY.values(), 0.0)
+        elements = dict.fromkeys(FAMILY.values(), 0.0)
         for (kind, block), count in keys.items():
             cut, whole = self._weights[kind, block]
-            found["edp" if kind == EXPERT else "dp_cp"] += count * cut
-            found["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
+            elements["edp" if kind == EXPERT else "dp_cp"] += count * cut
+            elements["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
         if content.head and self.model.shares_embedding and not content.embedding:
-            found["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
-        return found
+            elements["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
+        return elements
 
     # The kinds of ops.
 
@@ -275,12 +256,13 @@ class RankCosts(AttentionParts, MixtureParts):
         return self.handover_of(self.job.seq_len // (self.fold.cp * self.fold.tp))
 
     def handover_of(self, tokens: int) -> Work:
-        """Return the work of a piece of a handover.
-
-        Args:
-            tokens: tokens of the piece, in the rank's share of a sequence.
-        """
+        """Return the work of a piece of a handover."""
         return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
+
+
+def kinds_with_weights(block: BlockSpec) -> tuple[str, ...]:
+    """Return the kinds of ops of a block to which its parameters belong."""
+    return (ATTENTION, ROUTE, EXPERT) if block.moe else (ATTENTION, FFN)
 
 
 def pieces_of(cut: tuple[int, ...]) -> list[range]:

@@ -17,6 +17,8 @@ from foldray.planner.candidate import Job
 from foldray.planner.hardware import Hardware, constants, counts
 
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
+FLOAT32, INT64 = 4, 8
+"""Bytes of an element."""
 _CAST = 4  # bytes per element to read 2 bytes and write two fp8 copies, one of them transposed
 
 
@@ -25,7 +27,6 @@ class Device:
     """One GPU of a cluster that computes in one dtype.
 
     Args:
-        hardware: the cluster.
         dtype: dtype of matrix products, as in hardware files.
         bytes: bytes of an element of activations and weights.
         changed: constants that replace those of the files.
@@ -44,7 +45,7 @@ class Device:
     @cached_property
     def share(self) -> Mapping[str, float]:
         """All constants by name. Those of the hardware file replace defaults, and changed ones replace both."""
-        return {name: each.value for name, each in constants().items()} | self.hardware.constants | dict(self.changed)
+        return {name: row.value for name, row in constants().items()} | self.hardware.constants | dict(self.changed)
 
     @cached_property
     def peak(self) -> float:
@@ -60,7 +61,7 @@ class Device:
 
     @cached_property
     def _wide_peak(self) -> float:
-        """FLOP/s of what fp8 leaves in 16 bits."""
+        """FLOP/s of the products that stay in 16 bits under fp8."""
         return self.hardware.peak("bf16") if self.fp8 else self.peak
 
     @cached_property
@@ -68,27 +69,20 @@ class Device:
         """Bytes per second of element-wise kernels."""
         return self.hardware.memory_gb_s * 1e9 * self.share["memory"]
 
-    def product(self, rows: float, inner: float, columns: float, wide: bool = False) -> float:
-        """Return the seconds of a product [rows, inner] × [inner, columns].
+    def product(self, rows: float, inner: float, columns: float, wide: bool = False, groups: float = 1) -> float:
+        """Return the seconds of products [rows, inner] × [inner, columns] in one kernel.
 
         Args:
-            wide: whether the product is never in fp8.
+            wide: whether the products are never in fp8.
+            groups: number of products.
         """
-        if not rows:
-            return 0.0
-        flops = 2 * rows * inner * columns
-        streamed = self.bytes * (rows * inner + inner * columns + rows * columns)
-        peak = self._wide_peak if wide else self.peak
-        return max(flops / (peak * self._gemm(flops) * self._waves(rows, columns)), streamed / self.bandwidth)
-
-    def grouped(self, groups: float, rows: float, inner: float, columns: float) -> float:
-        """Return the seconds of `groups` products [rows, inner] × [inner, columns] in one kernel."""
         if not rows:
             return 0.0
         flops = 2 * groups * rows * inner * columns
         streamed = groups * self.bytes * (rows * inner + inner * columns + rows * columns)
-        share = self._gemm(flops) * (self.share["grouped"] if groups > 1 else 1.0)
-        return max(flops / (self.peak * share * self._waves(rows, columns, groups)), streamed / self.bandwidth)
+        peak, waves = self._wide_peak if wide else self.peak, full_waves(self.hardware.processors, rows, columns, groups)
+        share = self.share["gemm"] * _between(self.hardware.gemm, flops) * (self.share["grouped"] if groups > 1 else 1.0)
+        return max(flops / (peak * share * waves), streamed / self.bandwidth)
 
     def attention(self, flops: float, tokens: float) -> float:
         """Return the seconds of attention's scores and weighted sums.
@@ -111,19 +105,11 @@ class Device:
         """Return the seconds that the host needs to start `kernels` kernels."""
         return kernels * self.share["launch"]
 
-    def _gemm(self, flops: float) -> float:
-        """Return the share of peak that a product with full waves reaches."""
-        return self.share["gemm"] * _between(self.hardware.gemm, flops)
-
-    def _waves(self, rows: float, columns: float, groups: float = 1) -> float:
-        return full_waves(self.hardware.processors, rows, columns, groups)
-
 
 def full_waves(processors: int, rows: float, columns: float, groups: float = 1) -> float:
     """Return how full the waves of a product are: its size divided by the size of all tiles in its waves.
 
-    Args:
-        processors: multiprocessors of a GPU; 1 is a CPU, which has no waves.
+    A CPU counts as one processor, and has no waves.
     """
     if processors == 1:
         return 1.0
@@ -142,7 +128,7 @@ def _between(table: Sequence[tuple[float, float]], size: float) -> float:
     if not table:
         return 1.0
     at = math.log(max(size, 1.0))
-    points = [(math.log(each), share) for each, share in table]
+    points = [(math.log(measured), share) for measured, share in table]
     if at <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in pairwise(points):

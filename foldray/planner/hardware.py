@@ -26,9 +26,7 @@ class Constant(Strict):
     """A number that no data sheet has.
 
     Args:
-        value: the value, in `unit`.
-        low, high: physical bounds of the value, in `unit`.
-        unit: the unit, in words.
+        low, high: physical bounds of the value.
         fitted: whether a fit may change the value.
         why: the reason for the value.
     """
@@ -72,8 +70,8 @@ class Link(Strict):
 
     def of(self, ranks: int) -> tuple[float, float]:
         """Return (bytes per second, seconds until the first byte arrives) for a group with `ranks` ranks on this lane."""
-        found = [each[1:] for each in self.by_size if each[0] <= ranks]
-        gb_s, latency_us = found[-1] if found else (self.gb_s, self.latency_us)
+        measured = [speed for least, *speed in self.by_size if least <= ranks]
+        gb_s, latency_us = measured[-1] if measured else (self.gb_s, self.latency_us)
         return gb_s * 1e9, latency_us * 1e-6
 
 
@@ -101,11 +99,7 @@ class Hardware(Strict):
     )
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of one GPU for a dtype.
-
-        Raises:
-            UserError: the hardware file has no peak for this dtype.
-        """
+        """Return the peak FLOP/s of one GPU for a dtype."""
         if dtype not in self.peak_tflops:
             raise UserError("dtype", dtype, f"has no peak in hardware {self.name}", self.peak_tflops)
         return self.peak_tflops[dtype] * 1e12
@@ -140,8 +134,8 @@ def data_sheet_peak(gpu: str, dtype: str) -> float | None:
         gpu: the name that the driver tells, such as "NVIDIA H200".
         dtype: dtype of matrix products, as in hardware files.
     """
-    every = (load_hardware(name) for name in known_hardware())
-    return next((each.peak(dtype) for each in every if gpu and each.gpu == gpu and dtype in each.peak_tflops), None)
+    clusters = (load_hardware(name) for name in known_hardware())
+    return next((known.peak(dtype) for known in clusters if gpu and known.gpu == gpu and dtype in known.peak_tflops), None)
 
 
 def load_hardware(name: str, field: str = "cluster") -> Hardware:
@@ -150,9 +144,6 @@ def load_hardware(name: str, field: str = "cluster") -> Hardware:
     Args:
         name: name of a cluster, or path of a .yaml or .yml file.
         field: the option or recipe key that names the cluster.
-
-    Raises:
-        UserError: the cluster is unknown, the file cannot be read, or a value of the file is illegal.
     """
     path = _HERE / "hardware" / f"{name.lower()}.yaml"
     if name.lower() not in known_hardware():
@@ -161,12 +152,12 @@ def load_hardware(name: str, field: str = "cluster") -> Hardware:
             known = known_hardware()
             raise UserError(field, name, f"is no known cluster nor a YAML file{nearest(name, known)}", known)
     try:
-        found = Hardware.model_validate(load_yaml(field, path))
+        hardware = Hardware.model_validate(load_yaml(field, path))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "cluster"
         raise UserError(f"{name}: {key}", first["input"], first["msg"].lower()) from None
-    for key, value in found.constants.items():
+    for key, value in hardware.constants.items():
         if key not in constants():
             raise UserError(f"{name}: constants.{key}", value, f"is no constant{nearest(key, constants())}", constants())
-    return found
+    return hardware

@@ -95,12 +95,7 @@ class PipelineLayout:
 
 @lru_cache(maxsize=1024)
 def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineLayout:
-    """Return the layout of stages.
-
-    Args:
-        stages: the blocks of every stage.
-        pp: number of pipeline positions.
-    """
+    """Return the layout of stages."""
     last = len(stages) - 1
     numbers: dict[StageForm, int] = {}
     form_of = tuple(
@@ -114,5 +109,5 @@ def make_layout(stages: tuple[tuple[BlockSpec, ...], ...], pp: int) -> PipelineL
         tuple(Content.of([form]) for form in forms),
         form_of,
         tuple(map(tuple, forms_at)),
-        Positions.of([Content.of([forms[number] for number in own]) for own in forms_at]),
+        Positions.of([Content.of([forms[number] for number in numbers_at]) for numbers_at in forms_at]),
     )

@@ -1,4 +1,4 @@
-"""What planned candidates would take with kinds that the search itself does not try, found lists above all.
+"""Planned candidates with kinds of schedules that the search does not try, such as found lists.
 
 The search predicts a step from passes of its stages (`prediction.py`). Steps with these kinds are simulated whole (`whole.py`),
 at the same prices and on the same clock.
@@ -18,10 +18,10 @@ from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, ledger
-from foldray.planner.nodes import Planned
 from foldray.planner.prediction import Step, straggling
+from foldray.planner.search import Planned
 from foldray.planner.space import RECOMPUTE
-from foldray.planner.whole import whole_seconds
+from foldray.planner.whole import LongStep, long_step
 from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
 
 DEGREES = (1, 2)
@@ -35,9 +35,8 @@ class Listed(NamedTuple):
     """A candidate with another kind of schedule.
 
     Args:
-        candidate: the candidate.
         seconds: predicted seconds of a step.
-        over_bound: seconds of its passes over those that no list of its ops can beat.
+        over_bound: seconds of its passes over the lower bound of all lists of its ops.
         memory_gib: memory at the fullest position, with all that the list may keep.
         fits: whether the memory is there.
     """
@@ -50,28 +49,16 @@ class Listed(NamedTuple):
 
 
 def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
-    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
-
-    Args:
-        planned: the candidate.
-        hardware: the cluster.
-        imbalance: rows of the fullest rank over the mean, for the memory.
-    """
-    found = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
-    return min(found, key=lambda each: (not each.fits, each.seconds))
+    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits."""
+    lists = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
+    return min(lists, key=lambda listed: (not listed.fits, listed.seconds))
 
 
 def step_seconds(candidate: Candidate, device: Device, memo: Memo | None = None, whole: bool = False) -> float:
-    """Return the predicted seconds of a step of any kind.
+    """Return the predicted seconds of a step of any kind, if workers have both attention and experts.
 
-    A step that consists of passes of stages is predicted from these. Others are simulated; a list is found quickly
-    (`first_list`), and of many micro-batches, fewer are simulated than for `with_kind`.
-
-    Args:
-        candidate: the candidate, whose workers have attention and experts.
-        device: its devices.
-        memo: tables of known results.
-        whole: whether all steps are simulated, which takes longer.
+    A step that consists of passes of stages is predicted from these. Others are simulated, or all with `whole`. A list is found
+    quickly (`first_list`), and of many micro-batches, fewer are simulated than for `with_kind`.
     """
     if candidate.ordering.of_stages and not whole:
         return Step(candidate, OpWork(candidate, device, memo=memo)).prediction().seconds
@@ -83,28 +70,19 @@ def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, 
     """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
 
     A found list may keep as much as there is memory for (`AHEADS`). More is recomputed if even the least is too much.
-
-    Args:
-        candidate: the candidate, whose reductions stay.
-        kind: name of an overlap kind.
-        degree: number of pieces of a sequence.
-        hardware, imbalance: as for `with_list`.
-
-    Raises:
-        UserError: the sequence cannot be cut in this way.
     """
     device = Device.of(candidate.job, hardware)
-    for other in _less_and_less(candidate, kind, degree):
-        held = ledger(other, OpWork(other, device).rank, imbalance).total / GIB
+    for listed in _leaner_and_leaner(candidate, kind, degree):
+        held = ledger(listed, OpWork(listed, device).rank, imbalance).total / GIB
         if fits := held <= hardware.memory_gib:
             break
-    step = _simulated(other, device, _ROUNDS)
+    step = _simulated(listed, device, _ROUNDS)
     bound = lower_bound(Problem(step.part.candidate.reducing, step.part.cost))
     whole = step.seconds * (1 + straggling(candidate.fold.world_size, device))
-    return Listed(other, whole, step.part_seconds / bound, held, fits)
+    return Listed(listed, whole, step.part_seconds / bound, held, fits)
 
 
-def _less_and_less(candidate: Candidate, kind: str, degree: int) -> Iterator[Candidate]:
+def _leaner_and_leaner(candidate: Candidate, kind: str, degree: int) -> Iterator[Candidate]:
     """Yield the candidate with another kind of schedule, first with the most memory."""
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of(job.model)
@@ -115,21 +93,12 @@ def _less_and_less(candidate: Candidate, kind: str, degree: int) -> Iterator[Can
             yield replace(candidate, ordering=ordering._replace(recompute=again, ahead=ahead))
 
 
-class _Simulated(NamedTuple):
-    """Seconds of a whole step; the step of some of its micro-batches that was simulated, and the seconds of that."""
-
-    seconds: float
-    part: OpWork
-    part_seconds: float
-
-
 def _simulated(
     candidate: Candidate, device: Device, rounds: tuple[int, int], memo: Memo | None = None, quick: bool = False
-) -> _Simulated:
-    """Simulate two numbers of micro-batches per pipeline position. Every further micro-batch takes as long as those between."""
-    count = candidate.micro_batches
-    fewer, more = (each * candidate.fold.pp for each in rounds)
-    works = [OpWork(candidate.with_passes(each), device, memo=memo) for each in ([count] if count <= more else [fewer, more])]
-    seconds = [whole_seconds(work.candidate, work, quick) for work in works]
-    further = 0.0 if count <= more else (count - more) * (seconds[-1] - seconds[0]) / (more - fewer)
-    return _Simulated(seconds[-1] + further, works[-1], seconds[-1])
+) -> LongStep:
+    """Simulate a step with as few micro-batches as its pipeline needs."""
+
+    def work_of(count: int) -> OpWork:
+        return OpWork(candidate.with_passes(count), device, memo=memo)
+
+    return long_step(work_of, candidate.micro_batches, candidate.fold.pp, rounds, quick)

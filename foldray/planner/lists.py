@@ -36,9 +36,9 @@ class StageList(NamedTuple):
 
     Args:
         compiled: the list. Its cost classes are `Piece`s.
-        taken, given: the ops that take over what another stage hands over, and those that make what this one hands over, as
-            (number of the op, part of the micro-batch, tokens).
-        before_head: number of ops before those of the head, if the head comes after all others.
+        taken, given: the ops that take over pieces of another stage, and the ops that make the pieces that this stage hands
+            over, as (number of the op, part of the micro-batch, tokens).
+        before_head: number of ops before the head, if the head comes after all other ops.
     """
 
     compiled: CompiledSchedule[Piece]
@@ -61,11 +61,7 @@ def stage_list(
     """Return the compiled list of one pass of one stage, for all parts of a micro-batch.
 
     Args:
-        stages: the blocks of every stage.
-        number: number of the stage.
-        direction: F or B.
         overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
-        gathers: as in `StepGraph`.
     """
     graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree, gathers=gathers)
 
@@ -76,13 +72,13 @@ def stage_list(
     lists[number] = stage_order(graph, number, direction, overlap)
     compiled = CompiledSchedule(graph, lists, piece, partial=True)
 
-    def those(kind: str, layer: int) -> tuple[tuple[int, int, range], ...]:
+    def pieces_of(kind: str, layer: int) -> tuple[tuple[int, int, range], ...]:
         wanted = kind, layer, direction
         ops = [(i, op) for i, op in enumerate(compiled.ops) if (op.kind, op.layer, op.direction) == wanted]
         return tuple((i, op.micro_batch, graph.tokens(op)) for i, op in ops)
 
     first, last = graph.layers[number][0], graph.layers[number][-1]
-    ends = those(graph.entry, first), those(graph.output(last), last)
+    ends = pieces_of(graph.entry, first), pieces_of(graph.output(last), last)
     taken, given = ends if direction == "F" else ends[::-1]
     return StageList(compiled, taken, given, sum(op.kind != HEAD for op in compiled.ops))
 
@@ -124,8 +120,8 @@ class PipelineList:
             seconds: seconds of every pass of a stage for one micro-batch, and of every handover, from the end of the pass to
                 the earliest start of the next one. They may be negative. Each direction has its own link.
         """
-        ends = self.compiled.one_pass([seconds[each] for each in self.compiled.classes]).ends
-        return [[ends[i] for i in own] for own in self.last_backward]
+        ends = self.compiled.one_pass([seconds[cost_class] for cost_class in self.compiled.classes]).ends
+        return [[ends[i] for i in last] for last in self.last_backward]
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,9 @@
 """The memory of a rank at the fullest pipeline position, in bytes.
 
-Weights, gradients and optimizer states follow from the number of parameters. Activations are what the runtime's ops keep
-from forward to backward, times the largest number of micro-batches that the position has in flight.
+Weights, gradients and optimizer states follow from the number of parameters. Activations are the tensors that the runtime's
+ops keep from forward to backward, times the largest number of micro-batches that the position has in flight.
+
+`imbalance` is everywhere the rows of the fullest rank over the mean, beyond the model's routing pattern.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import Candidate, Pieces
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, shared_by_fold, shared_by_ops
+from foldray.planner.device import FLOAT32, INT64
 from foldray.planner.layout import Content, PipelineLayout
-from foldray.planner.memo import ActivationKey, Held
 from foldray.planner.muon import elements, moment
 from foldray.planner.working import after_backward, buffers, head_logits, networks, passing_keys, unreduced
 from foldray.schedule import PipelineGraph, passes
 
 GIB = 2**30
+_WEIGHTED_ROW = 16  # bytes for the weight and the place of a row that is summed
 
 
 class Memory(NamedTuple):
@@ -38,7 +41,7 @@ class Memory(NamedTuple):
         buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
             ZeRO-3 has gathered.
         logits: logits of one piece, with their gradient, log-softmax and float32 copy.
-        working: what the fullest op needs beyond all that while it runs.
+        working: bytes beyond all these that the fullest op needs while it runs.
         workspace: device context, communicators, fragmentation.
     """
 
@@ -57,30 +60,24 @@ class Memory(NamedTuple):
 
 
 def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Memory:
-    """Return the memory of a rank at the fullest position.
-
-    Args:
-        candidate: the candidate.
-        rank: the costs of the candidate's ranks.
-        imbalance: rows of the fullest rank over the mean, beyond the model's routing pattern.
-    """
+    """Return the memory of a rank at the fullest position."""
     ordering = candidate.ordering
     row = ordering.forward.row
     keeping = Keeping(ordering.ahead if row.found else None, row.weaves)
-    found = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
+    memory = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
     if not candidate.graph.later:
-        return found
-    return found._replace(buffers=found.buffers + max(operands(rank, block, imbalance) for block in rank.job.blocks))
+        return memory
+    return memory._replace(buffers=memory.buffers + max(operands(rank, block, imbalance) for block in rank.job.blocks))
 
 
 class Keeping(NamedTuple):
-    """What a schedule keeps beyond the activations of the pipeline's own order.
+    """The activations that a schedule keeps beyond those of the pipeline's own order.
 
     Args:
         ahead: for found lists, how much more they may keep, in micro-batches (`finding.find`). They may keep a block until its
             gradients of weights are computed.
-        woven: whether one micro-batch goes forward while another one goes backward. The latter frees a block for each that the
-            former fills, so there is at most one block more.
+        woven: whether one micro-batch goes forward while another one goes backward. The backward frees a block for each block
+            that the forward fills, so there is at most one block more.
     """
 
     ahead: float | None = None
@@ -99,9 +96,8 @@ def peak_memory(
     keeping: Keeping = _NO_MORE,
 ) -> Memory:
     """Return the same as `ledger`, for all candidates with this layout, pipeline, pieces and keeping."""
-    places = _fullest_places(layout)
-    found = (_position(rank, layout, place, pipeline, pieces, imbalance, keeping) for place in places)
-    return max(found, key=lambda each: each.total)
+    memories = (_position(rank, layout, place, pipeline, pieces, imbalance, keeping) for place in _fullest_places(layout))
+    return max(memories, key=lambda memory: memory.total)
 
 
 def _fullest_places(layout: PipelineLayout) -> list[int]:
@@ -123,29 +119,29 @@ def _position(
     size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
     if keeping.ahead is not None:
         left = {block: operands(rank, block, imbalance) for block in size}
-        own = sum(count for _, count in flying)
-        kept = kept_by_list(content.blocks, size, left, own, pipeline.micro_batches, keeping.ahead, bool(pieces.recompute))
+        in_order = sum(count for _, count in flying)
+        kept = kept_by_list(content.blocks, size, left, in_order, pipeline.micro_batches, keeping.ahead, bool(pieces.recompute))
     else:
         kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
     held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
     several = pipeline.micro_batches * pieces.batch_degree > 1
     held = held._replace(gradients=held.gradients + several * unreduced(rank, content))
     kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
-    if content.head:  # what heads before the last one leave until the blocks between them go backward
+    if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     logits = head_logits(rank, max(pieces.slicing.moe)) if content.head else 0.0
-    running = [max(networks(rank, each, pieces.slicing, imbalance), passing_keys(rank, each, pieces.slicing)) for each in size]
-    work = max(running) - logits
+    slicing = pieces.slicing
+    running = [max(networks(rank, block, slicing, imbalance), passing_keys(rank, block, slicing)) for block in size]
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
-    return Memory(*held, kept, rows, logits, max(0.0, work, behind), workspace)
+    return Memory(*held, kept, rows, logits, max(0.0, max(running) - logits, behind), workspace)
 
 
 def kept_by_list(
     held: Sequence[tuple[BlockSpec, int]],
     size: Mapping[BlockSpec, float],
     left: Mapping[BlockSpec, float],
-    own: int,
+    in_order: int,
     micro_batches: int,
     ahead: float,
     again: bool,
@@ -155,30 +151,22 @@ def kept_by_list(
     Args:
         held: blocks and how many of them the position has.
         size: bytes that a block of one micro-batch keeps from forward to backward.
-        left: bytes that it keeps instead while its gradients of weights are left, if these are more.
-        own: number of blocks, over all micro-batches, that the position keeps in the pipeline's own order.
-        micro_batches: number of micro-batches.
+        left: bytes that it keeps instead until its gradients of weights are computed, if these are more.
+        in_order: number of blocks, over all micro-batches, that the position keeps in the pipeline's own order.
         ahead: how much more it may keep, in micro-batches.
         again: whether ops run again.
     """
     count = sum(number for _, number in held)
-    most = own + int(ahead * count)
-    more = {block: max(0.0, left[block] - each) for block, each in size.items()}
+    most = in_order + int(ahead * count)
+    growth = {block: max(0.0, left[block] - kept) for block, kept in size.items()}
     growing = min(most, blocks_left(count, ahead)) if again else most
-    return fullest(held, size, most, micro_batches) + fullest(held, more, growing, micro_batches)
+    return fullest(held, size, most, micro_batches) + fullest(held, growth, growing, micro_batches)
 
 
 def fullest(held: Iterable[tuple[BlockSpec, int]], size: Mapping[BlockSpec, float], most: int, micro_batches: int) -> float:
-    """Return the most bytes of some of a position's blocks.
-
-    Args:
-        held: blocks and how many of them the position has.
-        size: bytes of a block of one micro-batch.
-        most: how many blocks of all micro-batches these are.
-        micro_batches: number of micro-batches.
-    """
+    """Return the most bytes of `most` of a position's blocks of all micro-batches, if a block of one needs `size` bytes."""
     left, total = most, 0.0
-    for block, count in sorted(held, key=lambda each: -size[each[0]]):
+    for block, count in sorted(held, key=lambda item: -size[item[0]]):
         number = min(left, count * micro_batches)
         total += number * size[block]
         left -= number
@@ -192,21 +180,27 @@ def least_memory(
 
     The bound counts parameters, activations of whole sequences and the workspace.
     """
-    found = 0.0
+    most = 0.0
     for place in _fullest_places(layout):
         held = sum(content_parameters(rank, layout.positions.content(place)))
         for block, count in blocks_in_flight(layout, pipeline, place):
             held += count * block_activations(rank, block, recompute, False, imbalance)
-        found = max(found, held)
-    return found + rank.device.share["workspace"] * GIB
+        most = max(most, held)
+    return most + rank.device.share["workspace"] * GIB
 
 
+class Held(NamedTuple):
+    """Bytes for the parameters of a rank: weights (with float32 copies), float32 sums of gradients, the optimizer's state."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+@shared_by_fold
 def content_parameters(rank: RankCosts, content: Content) -> Held:
     """Return the bytes for the parameters of a position."""
-    known = rank.tables.parameters
-    if content not in known:
-        known[content] = parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content), elements(rank, content))
-    return known[content]
+    return parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content), elements(rank, content))
 
 
 def parameters(
@@ -218,20 +212,18 @@ def parameters(
     sums that it owns. Under ZeRO-1, it also holds its whole gradients; ZeRO-2 and ZeRO-3 free them once they are reduced.
 
     Args:
-        fold: the fold.
-        zero: stage of ZeRO.
         itemsize: bytes of a weight in the dtype of computation.
         count: number of parameters that the rank computes with, by group family of their gradients.
-        hidden: the number of those that Muon updates, which have one moment; None without Muon.
+        hidden: the number of those that Muon updates, which have one moment instead of two; None without Muon.
     """
     weights = gradients = optimizer = 0.0
     for family, whole in count.items():
         ranks = fold.group_size(family)
         shared = zero > 0 and ranks > 1
-        own = whole / ranks if shared else whole
-        weights += (own if zero == 3 else whole) * itemsize + (own * 4 if itemsize < 4 else 0)
-        gradients += 4 * ((own if shared else 0) + (whole if zero < 2 or not shared else 0))
-        optimizer += 8 * own - 4 * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
+        owned = whole / ranks if shared else whole
+        weights += (owned if zero == 3 else whole) * itemsize + (owned * FLOAT32 if itemsize < FLOAT32 else 0)
+        gradients += FLOAT32 * ((owned if shared else 0) + (whole if zero < 2 or not shared else 0))
+        optimizer += 2 * FLOAT32 * owned - FLOAT32 * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
     return Held(weights, gradients, optimizer)
 
 
@@ -244,9 +236,9 @@ def in_flight(graph: PipelineGraph, place: int, woven: bool = False) -> Mapping[
     # This moment is right after the warm-up, which takes at most two rounds of pp micro-batches.
     graph = replace(graph, micro_batches=min(graph.micro_batches, 3 * graph.pp))
     alive, most, total, peak = Counter[int](), Counter[int](), 0, 0
-    own = passes(graph, place, woven)
-    pairs = (op for pair in own.pairs for op in (pair[::-1] if woven else pair))
-    for op in (*own.warm_up, *pairs, *own.cool_down):
+    order = passes(graph, place, woven)
+    pairs = (op for pair in order.pairs for op in (pair[::-1] if woven else pair))
+    for op in (*order.warm_up, *pairs, *order.cool_down):
         change = 1 if op.direction == "F" else -1
         alive[op.layer] += change
         total += change
@@ -260,50 +252,37 @@ def blocks_in_flight(
     layout: PipelineLayout, graph: PipelineGraph, place: int, woven: bool = False
 ) -> list[tuple[BlockSpec, int]]:
     """Return (block, number of activations of such blocks that a position keeps, over all micro-batches in flight)."""
-    found = Counter[BlockSpec]()
+    counts = Counter[BlockSpec]()
     for stage, flying in in_flight(graph, place, woven).items():
         for block, count in layout.contents[layout.form_of[stage]].blocks:
-            found[block] += flying * count
-    return list(found.items())
+            counts[block] += flying * count
+    return list(counts.items())
 
 
+@shared_by_ops
 def block_activations(
     rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: bool = False, imbalance: float = 1.0
 ) -> float:
     """Return the bytes that a block keeps from forward to backward, for one micro-batch or one of its parts.
 
-    These are the tensors that the autograd graphs of foldray's ops hold.
-
-    Args:
-        rank: the costs of a rank.
-        block: the block.
-        again: kinds of ops whose forward runs again.
-        sliced: whether attention works on slices.
-        imbalance: rows of the fullest rank over the mean.
+    These are the tensors that the autograd graphs of foldray's ops hold. The forward of the kinds of ops in `again` runs again.
     """
-    known, key = rank.blocks.activations, ActivationKey(block, again, sliced, imbalance)
-    if key not in known:
-        known[key] = _block_activations(rank, block, again, sliced, imbalance)
-    return known[key]
-
-
-def _block_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...], sliced: bool, imbalance: float) -> float:
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # the input and the output of attention
     total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
     if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
-        total += 5 * n * model.hidden * b + n * fold.tp * 8
+        total += 5 * n * model.hidden * b + n * fold.tp * INT64
     if block.dense:
         total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
     if not block.moe:
         return total
     experts, topk = block.moe.experts, block.moe.topk
     if ROUTE not in again:
-        total += n * (model.hidden * b + experts * 8 + topk * 16)
-        room = rank.travelling.room
-        # Tokens of rows, and rows of tokens. If the weights travel, there are their places in the rows besides.
-        total += n * (16 * room + 8 * topk * bool(rank.travelling.beside))
+        # The token; two float32 numbers of each expert; of each chosen one, its number and two float32 numbers.
+        total += n * (model.hidden * b + experts * 2 * FLOAT32 + topk * (INT64 + 2 * FLOAT32))
+        # The token of each row and the row of each token. If weights travel, their places in the rows as well.
+        total += n * (2 * INT64 * rank.travelling.room + INT64 * topk * bool(rank.travelling.beside))
         if block.moe.shared:
             # Without TP, the shared expert and the router have the same input tensor.
             total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
@@ -320,7 +299,7 @@ def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
     if rank.travelling.beside:
         return 0.0
     n = rank.job.seq_len / (rank.fold.cp * rank.fold.tp) * rank.sequences
-    return n * block.moe.topk * (rank.model.hidden * rank.device.bytes + 16)
+    return n * block.moe.topk * (rank.model.hidden * rank.device.bytes + _WEIGHTED_ROW)
 
 
 def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), imbalance: float = 1.0) -> float:
@@ -334,24 +313,21 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     # As the products take them: gathered, by expert.
     computed = rows * (fold.etp * row + block.moe.expert.width * rank.device.bytes)
     if rank.travelling.inside:  # places of rows that a node passes on, and of their weights
-        here = tokens * rank.travelling.fullest
-        computed += 16 * arrived + 8 * here * (block.moe.topk + min(block.moe.topk, fold.ep_inside))
+        to_node = tokens * rank.travelling.fullest
+        computed += 2 * INT64 * arrived + INT64 * to_node * (block.moe.topk + min(block.moe.topk, fold.ep_inside))
     return computed + (fold.etp * summed_rows(rank, block, rows, arrived) if beside else 0.0)
 
 
 def summed_rows(rank: RankCosts, block: BlockSpec, rows: float, arrived: float) -> float:
     """Return the bytes that the experts' weighted sum keeps if the weights have travelled, without those that ETP gathers.
 
-    The gradients of weights need the results. Weights and numbers belong to rows that have arrived, and other numbers to
-    assignments.
-
-    Args:
-        rows: number of the experts' rows.
-        arrived: number of rows that have arrived.
+    The gradients of weights need the results. Rows that have arrived have weights and numbers of experts. `rows` are the
+    experts' own.
     """
     assert block.moe
-    numbers = 8 + block.moe.topk * (max(4, rank.device.bytes) + 8 + 1)
-    return rows * (rank.model.hidden * rank.device.bytes + 16) + arrived * numbers
+    # The token of a row; for each choice its weight, the number of its expert, and whether this rank has the expert.
+    numbers = INT64 + block.moe.topk * (max(FLOAT32, rank.device.bytes) + INT64 + 1)
+    return rows * (rank.model.hidden * rank.device.bytes + _WEIGHTED_ROW) + arrived * numbers
 
 
 def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:
@@ -359,10 +335,10 @@ def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float
 
     If such gradients are ops of their own, these bytes stay until the next rows travel. This bound has all of a block.
     """
-    fold, hidden, own = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
+    fold, hidden, local = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
     wide = rank.job.seq_len / fold.cp * rank.sequences
-    made = sum(width + (inside or 0) for inside, width in own.inputs.values()) + sum(own.downs.values())
-    numbers = wide * (2 * hidden + made + own.outputs) + 3 * hidden * wide / fold.tp * block.mtp
+    made = sum(width + (inside or 0) for inside, width in local.inputs.values()) + sum(local.downs.values())
+    numbers = wide * (2 * hidden + made + local.outputs) + 3 * hidden * wide / fold.tp * block.mtp
     for dense in (block.dense, block.moe and block.moe.shared):
         numbers += wide * (2 * hidden + (dense.width + dense.inner) / fold.tp) if dense else 0.0
     return numbers * rank.device.bytes + (expert_operands(rank, block, imbalance) if block.moe else 0.0)
@@ -391,14 +367,14 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     if spec.latent:
         return memory + _latent(rank, spec, n, sliced)
     # Sines and cosines of rope. All blocks and micro-batches share them, so this counts a little too much.
-    turned = 4 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
+    rotations = FLOAT32 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
     # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
     # values. A norm keeps this tensor, and makes other queries and keys.
     normed = spec.norm != "none"
     made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
     if normed:
         made += queries + (keys_and_values if sliced else spec.keys / fold.tp)
-    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * 4) + turned
+    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations
 
 
 def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: bool) -> float:
@@ -406,11 +382,12 @@ def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: bool) -> flo
     assert spec.latent
     assert spec.rope
     fold, hidden, b, latent = rank.fold, rank.model.hidden, rank.device.bytes, spec.latent
-    tokens, own = n * fold.tp, spec.cut(fold.tp)
+    tokens, local = n * fold.tp, spec.cut(fold.tp)
     narrow = n * sum(spec.downs.values()) + tokens * (latent.query_rank + latent.rank)  # before and after their norms
     whole = tokens * hidden if fold.tp > 1 and not latent.query_rank else 0.0
-    made = own.queries + (0 if sliced else own.keys + own.values) + own.outputs
-    return (n * hidden + narrow + whole + tokens * made) * b + tokens * (own.heads + spec.rope.dim / rank.sequences) * 4
+    made = local.queries + (0 if sliced else local.keys + local.values) + local.outputs
+    numbers = n * hidden + narrow + whole + tokens * made
+    return numbers * b + tokens * (local.heads + spec.rope.dim / rank.sequences) * FLOAT32
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:

@@ -1,7 +1,8 @@
 """What Muon costs a rank in time and memory, as `runtime/muon.py` works.
 
-The elements of a matrix come together on one of the ranks that hold its pieces, by an all-to-all over the ranks that share
-the optimizer and by one over those that TP or ETP cut it for. They come in bfloat16, and the update goes back in float32.
+One of the ranks that hold pieces of a matrix gathers all of it: by an all-to-all over the ranks that shard the optimizer, and by
+another one over the ranks among which TP or ETP cuts the matrix. The pieces travel in bfloat16, and the update goes back in
+float32.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from foldray.blueprint import hidden_matrices
-from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
 from foldray.planner.candidate import FAMILY
-from foldray.planner.costs import RankCosts
+from foldray.planner.costs import RankCosts, kinds_with_weights
+from foldray.planner.device import FLOAT32
 from foldray.planner.layout import Content
 
-_HALF, _WIDE = 2, 4  # bytes of an element of bfloat16, and of float32
-_ROUND = 2**24  # about as many elements come together on a rank at once (`runtime/muon.py`)
+_HALF, _WIDE = 2, FLOAT32  # bytes of an element of bfloat16, and of float32
+_ROUND = 2**24  # about the number of elements that a rank gathers in a round (`runtime/muon.py`)
 
 
 class Matrices(NamedTuple):
@@ -46,37 +47,37 @@ def matrices(rank: RankCosts, content: Content) -> list[Matrices]:
     """Return the matrices of stages that Muon updates, by gradient class. Without Muon, there are none."""
     if not rank.job.iterations:
         return []
-    found: dict[str, Counter] = {}
+    shapes: dict[str, Counter] = {}
     for block, count in content.blocks:
-        for kind in (ATTENTION, ROUTE, EXPERT) if block.moe else (ATTENTION, FFN):
+        for kind in kinds_with_weights(block):
             for (name, *shape), number in hidden_matrices(rank.model).get((kind, block), {}).items():
-                own = number / (rank.fold.ep if name == "expert" else 1)
-                found.setdefault(name, Counter())[tuple(shape)] += count * own  # type: ignore[assignment]
+                local = number / (rank.fold.ep if name == "expert" else 1)
+                shapes.setdefault(name, Counter())[tuple(shape)] += count * local  # type: ignore[assignment]
     cutters = {"dense": "tp", "replicated": None, "expert": "etp"}
-    return [Matrices(FAMILY[name], cutters[name], shapes) for name, shapes in found.items()]
+    return [Matrices(FAMILY[name], cutters[name], counts) for name, counts in shapes.items()]
 
 
 def elements(rank: RankCosts, content: Content) -> dict[str, float]:
     """Return the number of a rank's elements that Muon updates, by group family."""
-    return {each.family: each.elements(rank) for each in matrices(rank, content)}
+    return {of_class.family: of_class.elements(rank) for of_class in matrices(rank, content)}
 
 
-def seconds(rank: RankCosts, own: Matrices) -> float:
-    """Return the seconds in which matrices come together, are made orthogonal, and go back, beyond a pass over weights.
+def seconds(rank: RankCosts, of_class: Matrices) -> float:
+    """Return the seconds in which matrices are gathered, made orthogonal, and sent back, beyond a pass over weights.
 
     Ranks share the work evenly, but no rank takes less than one matrix.
     """
-    fold, network, cut, count = rank.fold, rank.network, own.cut(rank), own.elements(rank)
-    ranks = fold.group_size(own.family)
-    takes = {shape: rank.job.iterations * _iteration(rank, *sorted(shape)) for shape in own.shapes}
-    computed = max(sum(takes[shape] * number for shape, number in own.shapes.items()) / (ranks * cut), max(takes.values()))
+    fold, network, cut, count = rank.fold, rank.network, of_class.cut(rank), of_class.elements(rank)
+    ranks = fold.group_size(of_class.family)
+    takes = {shape: rank.job.iterations * _iteration(rank, *sorted(shape)) for shape in of_class.shapes}
+    computed = max(sum(takes[shape] * number for shape, number in of_class.shapes.items()) / (ranks * cut), max(takes.values()))
     travels = 0.0
     if rank.zero:
-        travels += sum(network.exchange(own.family, size * count / ranks).seconds for size in (_HALF, _WIDE))
+        travels += sum(network.exchange(of_class.family, size * count / ranks).seconds for size in (_HALF, _WIDE))
     else:
-        travels += network.gather(own.family, _WIDE * count).seconds
-    if own.cutters:
-        travels += sum(network.exchange(own.cutters, size * count / ranks).seconds for size in (_HALF, _WIDE))
+        travels += network.gather(of_class.family, _WIDE * count).seconds
+    if of_class.cutters:
+        travels += sum(network.exchange(of_class.cutters, size * count / ranks).seconds for size in (_HALF, _WIDE))
     return computed + travels
 
 
@@ -87,15 +88,15 @@ def _iteration(rank: RankCosts, short: int, long: int) -> float:
 
 
 def moment(rank: RankCosts, content: Content) -> float:
-    """Return the bytes that a rank needs for a moment while it makes matrices orthogonal: those of the fullest round."""
-    return max((round_bytes(rank, own) for own in matrices(rank, content)), default=0.0)
+    """Return the bytes that a rank needs while it makes matrices orthogonal, in the fullest round."""
+    return max((round_bytes(rank, of_class) for of_class in matrices(rank, content)), default=0.0)
 
 
-def round_bytes(rank: RankCosts, own: Matrices) -> float:
+def round_bytes(rank: RankCosts, of_class: Matrices) -> float:
     """Return the bytes of the fullest round of a gradient class."""
-    ranks, cut, count = rank.fold.group_size(own.family), own.cut(rank), own.elements(rank)
+    ranks, cut, count = rank.fold.group_size(of_class.family), of_class.cut(rank), of_class.elements(rank)
     shared = rank.zero > 0 and ranks > 1
-    rows, columns = max(own.shapes, key=lambda shape: shape[0] * shape[1])
+    rows, columns = max(of_class.shapes, key=lambda shape: shape[0] * shape[1])
     piece, short = rows * columns / cut, min(rows, columns)
     together = min(count, max(_ROUND * (ranks if shared else 1), piece * ranks * cut) + piece)
     # The matrix while it is iterated, and its product with itself; its update in float32, scaled.
@@ -103,6 +104,7 @@ def round_bytes(rank: RankCosts, own: Matrices) -> float:
     # Ranks are assigned whole matrices, up to two side by side, so a rank may have more than its share.
     assigned = min(together, together / ranks + 2 * piece * (ranks > 1))
     joined = min(together * cut, assigned + 2 * piece * cut * (cut > 1))
-    # Updates are cut up and sent among those that cut, where others arrive; then these leave for those that share.
+    # Updates go back in the reverse order: first to the ranks of TP or ETP, then to the ranks that shard the optimizer, or to all
+    # replicas. In both steps, a rank holds what it sends and what it receives.
     updates = max(2 * joined + assigned, 2 * assigned + together / ranks if shared else assigned + 2 * together)
     return _WIDE * updates + largest

@@ -21,10 +21,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.fold import Fold
 from foldray.planner.device import Device
+from foldray.planner.memo import Table, shared
 
 INTRA, INTER = "intra", "inter"
 """Lanes of the clock. Every rank has one lane of each name."""
@@ -60,40 +62,33 @@ _NOBODY = Collective(INTRA, 0.0, 0.0)
 """The cost for a group of one rank."""
 
 
+_once = shared(attrgetter("_known"))
+
+
 @dataclass(frozen=True)
 class Network:
     """The links of a cluster under a fold."""
 
     fold: Fold
     device: Device
-    _shapes: dict[str, Shape] = field(default_factory=dict, repr=False, compare=False)
-    _gathers: dict[str, Collective] = field(default_factory=dict, repr=False, compare=False)
-    _exchanges: dict[str, Collective] = field(default_factory=dict, repr=False, compare=False)
+    _known: Table = field(default_factory=dict, repr=False, compare=False)
 
+    @_once
     def shape(self, family: str) -> Shape:
-        """Return the placement of that group of a family which covers most nodes, and has fewest ranks together on one of them.
+        """Return the placement of the group of a family which covers most nodes, and has fewest ranks together on one of them.
 
-        All groups of a family communicate at once, and the others wait for this one. If the sizes of a fold do not divide a node,
-        some groups lie inside nodes and others do not.
+        All groups of a family communicate at once, and the other groups wait for this one. If the sizes of a fold do not divide
+        a node, some groups lie inside nodes and others do not.
         """
-        if family not in self._shapes:
-            grid, axes = self.fold.axes(family)
-            steps = {axis: (grid.stride(axis), grid.length(axis)) for axis in grid.axes}
-            own = tuple(sorted(steps[axis] for axis in axes))
-            others = tuple(sorted(step for axis, step in steps.items() if axis not in axes))
-            self._shapes[family] = _widest(grid.ranks[0], own, others, self.device.hardware.gpus_per_node)
-        return self._shapes[family]
+        grid, axes = self.fold.axes(family)
+        steps = {axis: (grid.stride(axis), grid.length(axis)) for axis in grid.axes}
+        inside = tuple(sorted(steps[axis] for axis in axes))
+        beside = tuple(sorted(step for axis, step in steps.items() if axis not in axes))
+        return _widest(grid.ranks[0], inside, beside, self.device.hardware.gpus_per_node)
 
     def gather(self, family: str, whole: float) -> Travel:
-        """Return the cost of an all-gather or a reduce-scatter.
-
-        Args:
-            family: group family.
-            whole: bytes of the whole tensor.
-        """
-        if family not in self._gathers:
-            self._gathers[family] = self._gather(self.shape(family))
-        return self._gathers[family].travel(whole)
+        """Return the cost of an all-gather or a reduce-scatter of a tensor with `whole` bytes."""
+        return self._gather(family).travel(whole)
 
     def reduce(self, family: str, whole: float) -> Travel:
         """Return the cost of an all-reduce of `whole` bytes: that of a reduce-scatter and an all-gather."""
@@ -101,15 +96,8 @@ class Network:
         return Travel(lane, 2 * seconds)
 
     def exchange(self, family: str, sent: float) -> Travel:
-        """Return the cost of an all-to-all with equal shares.
-
-        Args:
-            family: group family.
-            sent: bytes that a rank sends to all ranks together, itself included.
-        """
-        if family not in self._exchanges:
-            self._exchanges[family] = self._exchange(self.shape(family))
-        return self._exchanges[family].travel(sent)
+        """Return the cost of an all-to-all with equal shares. `sent` counts the bytes of a rank to all ranks, itself included."""
+        return self._exchange(family).travel(sent)
 
     def hand_over(self, bytes_: float) -> Travel:
         """Return the cost to send bytes from one pipeline stage to the next."""
@@ -117,16 +105,18 @@ class Network:
         lane, link = (INTRA, near) if self.shape("pp").nodes == 1 else (INTER, far)
         return Travel(lane, bytes_ / link.speed + link.start)
 
-    def _gather(self, shape: Shape) -> Collective:
-        size, together, nodes = shape
+    @_once
+    def _gather(self, family: str) -> Collective:
+        size, together, nodes = shape = self.shape(family)
         if size == 1:
             return _NOBODY
         near, far = self._links(shape, "intra", "inter")
         inside, across = (size - 1) / size / near.speed, (nodes - 1) / nodes / together / far.speed
         return self._slower(shape, inside, across, near.start * math.log2(together) + far.start * math.log2(nodes))
 
-    def _exchange(self, shape: Shape) -> Collective:
-        size, together, nodes = shape
+    @_once
+    def _exchange(self, family: str) -> Collective:
+        size, together, nodes = shape = self.shape(family)
         if size == 1:
             return _NOBODY
         near, far = self._links(shape, "exchange", "exchange")
@@ -135,12 +125,7 @@ class Network:
         return self._slower(shape, inside, across, near.start * (together - 1) + far.start * (size - together))
 
     def _links(self, shape: Shape, *shares: str) -> tuple[_Link, _Link]:
-        """Return the links within nodes and between nodes for a group.
-
-        Args:
-            shape: placement of the group.
-            shares: names of the constants with the share of each link's speed that is reached.
-        """
+        """Return the links within nodes and between nodes; `shares` name constants, the share of each link's speed."""
         hardware, reached = self.device.hardware, self.device.share
         (near, near_start), (far, far_start) = hardware.intra.of(shape.together), hardware.inter.of(shape.nodes)
         return _Link(near * reached[shares[0]], near_start), _Link(far * reached[shares[1]], far_start)
@@ -149,10 +134,7 @@ class Network:
     def _slower(shape: Shape, inside: float, across: float, start: float) -> Collective:
         """Return the cost of a collective that uses both links at once. The slower link decides.
 
-        Args:
-            shape: placement of the group.
-            inside, across: seconds per byte, within a node and between nodes.
-            start: seconds to start all messages, one after another.
+        `inside` and `across` are seconds per byte; `start` is the time to start all messages, one after another.
         """
         if shape.together == 1:
             inside = 0.0
@@ -171,18 +153,17 @@ _Steps = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
-def _widest(first: int, own: _Steps, others: _Steps, ranks_per_node: int) -> Shape:
+def _widest(first: int, inside: _Steps, beside: _Steps, ranks_per_node: int) -> Shape:
     """Return the placement of the widest group of a family (`Network.shape`).
 
     Args:
         first: first rank of the grid.
-        own, others: the axes of a group, and the axes along which groups lie side by side.
-        ranks_per_node: ranks that share a node.
+        inside, beside: the axes of a group, and the axes along which groups lie side by side.
     """
     begins = {first % ranks_per_node}  # where groups begin on a node, which is all that their placement depends on
-    for stride, size in others:
+    for stride, size in beside:
         begins = {(begin + stride * i) % ranks_per_node for begin in begins for i in range(min(size, ranks_per_node))}
-    return max((_placed(begin, own, ranks_per_node) for begin in begins), key=lambda shape: (shape.nodes, -shape.together))
+    return max((_placed(begin, inside, ranks_per_node) for begin in begins), key=lambda shape: (shape.nodes, -shape.together))
 
 
 def _placed(begin: int, steps: _Steps, ranks_per_node: int) -> Shape:

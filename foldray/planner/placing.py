@@ -14,7 +14,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import half_flops, ranks_of_a_token
@@ -32,7 +34,7 @@ from foldray.planner.memo import Memo
 from foldray.planner.memory import GIB, Memory
 from foldray.planner.prediction import straggling
 from foldray.planner.space import Space
-from foldray.planner.whole import whole_seconds
+from foldray.planner.whole import long_step
 from foldray.schedule import AF_PIPE, LIST, Ordering, Overlap
 
 _TP = _CP = (1, 2, 4, 8)
@@ -62,14 +64,7 @@ class Placed(NamedTuple):
 
 
 def roofline(space: Space) -> tuple[Demand, Allocation]:
-    """Return the FLOPs and bytes of a layer for one sequence, and the best GPUs and adapters for them.
-
-    Args:
-        space: the job and the cluster. Every GPU has one adapter.
-
-    Raises:
-        UserError: there are too few GPUs, or the model has no MoE block.
-    """
+    """Return the FLOPs and bytes of a layer for one sequence, and the best GPUs and adapters for them: one adapter per GPU."""
     model, job, device = space.job.model, space.job, Device.of(space.job, space.hardware)
     attention, experts = half_flops(model, job.seq_len)
     ep = max(n for n in divisors(model.experts) if n <= space.hardware.gpus_per_node)
@@ -85,12 +80,8 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
 
     Args:
         space: the job, the cluster, and its pins for tp, cp, pp (the positions of each side) and ep.
-        top: number of placements to return.
         most: most placements whose steps are simulated with AF-Pipe. The fastest ones are then also simulated with gradients of
             weights apart, and with found lists.
-
-    Raises:
-        UserError: there is no legal placement, or the model predicts further tokens.
     """
     check_apart(space.job.model)
     numbers = itertools.count()
@@ -98,55 +89,54 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
     if not works:
         rule = "has no legal placement of attention and experts on workers of their own for this model and batch"
         raise UserError("gpus", space.gpus, rule)
-    # A schedule has many ops, so no list is made for those that could not even hold their parameters.
+    # A list takes long to make, so candidates whose ranks cannot even hold their parameters get none.
     holding = [work for work in works if work.held() <= room] or works[:top]
     queue = [(_least(work, space), next(numbers), work) for work in holding]
     heapq.heapify(queue)
-    found: list[Placed] = []
+    fit: list[Placed] = []
     unfit: list[ApartWork] = []
-    while queue and len(found) < most:
+    while queue and len(fit) < most:
         least, _, work = heapq.heappop(queue)
-        fastest = sorted(each.seconds for each in found)[:top]
+        fastest = sorted(placed.seconds for placed in fit)[:top]
         if len(fastest) == top and fastest[-1] <= least:
             break
-        if max(each.total for each in _short(work).memory()) <= room:
-            found.append(_placed(work, space, True))
+        if _fits(work, room):
+            fit.append(_placed(work, space, True))
             continue
         unfit.append(work)
         for leaner in _leaner(work, space):
             heapq.heappush(queue, (_least(leaner, space), next(numbers), leaner))
-    if not found:
-        return sorted((_placed(work, space, False) for work in unfit[:top]), key=lambda each: each.seconds)
-    best = sorted(found, key=lambda each: each.seconds)[:top]
-    return sorted((_best_order(each, space) for each in best), key=lambda each: each.seconds)
+    by_seconds = attrgetter("seconds")
+    if not fit:
+        return sorted((_placed(work, space, False) for work in unfit[:top]), key=by_seconds)
+    return sorted((_best_order(placed, space) for placed in sorted(fit, key=by_seconds)[:top]), key=by_seconds)
 
 
 def _best_order(placed: Placed, space: Space) -> Placed:
     """Return the same placement with the fastest schedule that fits, of AF-Pipe, AF-Pipe with gradients of weights apart, and a
     found list that keeps as much as there is memory for."""
     candidate, room = placed.candidate, space.hardware.memory_gib * GIB
-    named, found = candidate.ordering._replace(weights_apart=True), Overlap(LIST.name)
-    lists = [named._replace(forward=found, backward=found, ahead=ahead, alive=None) for ahead in AHEADS]
+    pipe, overlap = candidate.ordering._replace(weights_apart=True), Overlap(LIST.name)
+    lists = [pipe._replace(forward=overlap, backward=overlap, ahead=ahead, alive=None) for ahead in AHEADS]
     best = [placed]
-    for orderings in ([named], lists):
-        works = (ApartWork(replace(candidate, ordering=each), sides(space)) for each in orderings)
-        fitting = (work for work in works if max(each.total for each in _short(work).memory()) <= room)
+    for orderings in ([pipe], lists):
+        works = (ApartWork(replace(candidate, ordering=ordering), sides(space)) for ordering in orderings)
+        fitting = (work for work in works if _fits(work, room))
         best += [_placed(work, space, True) for work in islice(fitting, 1)]
-    return min(best, key=lambda each: each.seconds)
+    return min(best, key=attrgetter("seconds"))
 
 
 def _leaner(work: ApartWork, space: Space) -> Iterator[ApartWork]:
     """Yield the same candidate with the next set of ops that run again, and with fewer micro-batches alive."""
     candidate = work.candidate
     ordering, positions = candidate.ordering, candidate.graph.positions
-    fewer, sets = [positions * quarters // 4 for quarters in _ALIVE], list(space.recompute)
-    others = [ordering._replace(alive=alive) for alive in fewer if alive and (ordering.alive is None or alive < ordering.alive)][
-        :1
-    ]
+    numbers, sets = [positions * quarters // 4 for quarters in _ALIVE], list(space.recompute)
+    fewer = (alive for alive in numbers if alive and (ordering.alive is None or alive < ordering.alive))
+    orderings = [ordering._replace(alive=alive) for alive in islice(fewer, 1)]
     if ordering.alive is None:
-        others += [ordering._replace(recompute=again) for again in sets[sets.index(ordering.recompute) + 1 :][:1]]
-    for each in others:
-        yield ApartWork(replace(candidate, ordering=each), work.sides, work.memos)
+        orderings += [ordering._replace(recompute=again) for again in sets[sets.index(ordering.recompute) + 1 :][:1]]
+    for leaner in orderings:
+        yield ApartWork(replace(candidate, ordering=leaner), work.sides, work.memos)
 
 
 def _placed(work: ApartWork, space: Space, fits: bool) -> Placed:
@@ -160,17 +150,11 @@ def _least(work: ApartWork, space: Space) -> float:
 
 
 def apart_seconds(work: ApartWork) -> float:
-    """Return the predicted seconds of a step.
-
-    A step of many micro-batches is simulated with fewer of them. In steady state, each further one takes as long as another.
-    """
-    candidate = work.candidate
-    positions, passes, quick = candidate.graph.positions, candidate.micro_batches, candidate.ordering.forward.row.found
-    fewer, more = (rounds * positions for rounds in (FEWER_ROUNDS if quick else _ROUNDS))
-    counts = [passes] if passes <= more else [fewer, more]
-    seconds = [whole_seconds(each.candidate, each, quick=quick) for each in (_with_passes(work, count) for count in counts)]
-    found = seconds[-1] + (passes - counts[-1]) * (seconds[-1] - seconds[0]) / (more - fewer)
-    return found * (1 + straggling(candidate.fold.world_size, work.rank.device))
+    """Return the predicted seconds of a step."""
+    candidate, quick = work.candidate, work.candidate.ordering.forward.row.found
+    rounds = FEWER_ROUNDS if quick else _ROUNDS
+    step = long_step(partial(_with_passes, work), candidate.micro_batches, candidate.graph.positions, rounds, quick)
+    return step.seconds * (1 + straggling(candidate.fold.world_size, work.rank.device))
 
 
 def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
@@ -193,6 +177,10 @@ def least_seconds(work: ApartWork) -> float:
             for place in graph.where(op):
                 most[place, lane] += seconds
     return work.candidate.micro_batches * max(*most.values(), way / alive if alive and graph.slicing.degree == 1 else 0.0)
+
+
+def _fits(work: ApartWork, room: float) -> bool:
+    return max(memory.total for memory in _short(work).memory()) <= room
 
 
 def _short(work: ApartWork) -> ApartWork:
@@ -247,7 +235,6 @@ def _folds(space: Space) -> Iterator[Fold]:
 
 
 def _pinned_away(space: Space, **sizes: int) -> bool:
-    """Return whether an axis is pinned to another size."""
     return any(space.pins.get(axis, size) != size for axis, size in sizes.items())
 
 

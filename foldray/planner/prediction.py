@@ -12,22 +12,24 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import HANDOVER, OP_KINDS, STAGE
-from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, stage_work, step_bound
+from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, stage_works, step_bound
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, pieces_of
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.layout import Content, StageForm
 from foldray.planner.lists import StagePass, pipeline_list
+from foldray.planner.memo import Table, shared
 from foldray.planner.passes import BOTH, Passes, delay
 from foldray.planner.shares import Shares, Stretch
-from foldray.planner.updates import Departure, LastBackward, least_behind, seconds_behind, stage_updates
-from foldray.schedule import Direction, Reduction, StepGraph, gathers
+from foldray.planner.updates import WHOLE, Departure, least_behind, stage_updates
+from foldray.schedule import Direction, Reduction, gathers
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
 
@@ -73,16 +75,7 @@ class Reduced(NamedTuple):
 
 
 def predict(candidate: Candidate, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Prediction:
-    """Predict the step time of one candidate.
-
-    Args:
-        candidate: the candidate.
-        hardware: the cluster.
-        changed: constants that replace those of the files.
-
-    Raises:
-        UserError: the hardware has no peak for the job's dtype.
-    """
+    """Predict the step time of one candidate."""
     return Step(candidate, OpWork(candidate, Device.of(candidate.job, hardware, changed))).prediction()
 
 
@@ -100,23 +93,14 @@ class Step:
         self.layout, self.pieces = candidate.layout, candidate.pieces
         self._crowding = self.rank.device.share["crowding"]
         self._passes = Passes(candidate, self.rank)
-        self._reduced: dict[Reduction, list[Reduced]] = {}
-
-    @property
-    def graph(self) -> StepGraph:
-        """The graph of the step that training would run, without reductions."""
-        return self.candidate.graph
+        self._known: Table = {}
 
     def fastest(self, reductions: Sequence[Reduction]) -> Reduction:
         """Return the reduction with which the step is shortest; of equal ones, the first."""
-        return min(reductions, key=lambda each: max([self._end(place, each) for place in range(self.layout.pp)]))
+        return min(reductions, key=lambda reduction: max([self._end(place, reduction) for place in range(self.layout.pp)]))
 
     def prediction(self, reduction: Reduction | None = None) -> Prediction:
-        """Return the prediction, from the position that ends last.
-
-        Args:
-            reduction: when gradients are reduced; None is as the candidate says.
-        """
+        """Return the prediction, from the position that ends last, for a reduction or, if None, for that of the candidate."""
         job, device, world = self.candidate.job, self.rank.device, self.candidate.fold.world_size
         reduction = reduction or self.candidate.ordering.reduction
         last = max(range(self.layout.pp), key=lambda place: self._end(place, reduction))
@@ -134,7 +118,9 @@ class Step:
     @cached_property
     def behind(self) -> list[float]:
         """For every position, seconds of its optimizer and of its gather of weights."""
-        return seconds_behind(self.rank, self.layout)
+        stages = [stage_updates(self.rank, content, WHOLE) for content in self.layout.contents]
+        seconds = [sum([update.gather + update.optimizer for update in updates]) for updates in stages]
+        return [sum([seconds[form] for form in forms]) for forms in self.layout.forms_at]
 
     # Bounds.
 
@@ -166,36 +152,34 @@ class Step:
         counts = [graph.micro_batches]
         if graph.micro_batches > some + graph.pp and graph.full_rounds:
             counts = [some, some + graph.pp]
-        found = [pipeline_list(replace(graph, micro_batches=count)).backward_ends(seconds) for count in counts]
+        simulated = [pipeline_list(replace(graph, micro_batches=count)).backward_ends(seconds) for count in counts]
         # In steady state, every round of micro-batches takes the same time.
         rounds = (graph.micro_batches - counts[-1]) / graph.pp
         ends = [
-            [late + rounds * (late - early) for early, late in zip(*own, strict=True)]
-            for own in zip(found[0], found[-1], strict=True)
+            [late + rounds * (late - early) for early, late in zip(*stages, strict=True)]
+            for stages in zip(simulated[0], simulated[-1], strict=True)
         ]
-        return [_Position(max(own), own) for own in ends]
+        return [_Position(max(stage_ends), stage_ends) for stage_ends in ends]
 
     @cached_property
     def _seconds(self) -> dict[StagePass, float]:
         """Seconds of every stage's pass for one micro-batch, and of the handover after it."""
-        form_of, found, hops = self.layout.form_of, dict[StagePass, float](), dict[tuple[int, int], float]()
+        form_of, forms, seconds = self.layout.form_of, self.layout.forms, dict[StagePass, float]()
         for direction, onwards in zip(BOTH, (1, -1), strict=True):
-            passes = [self._stretch(form, direction).seconds for form in self.layout.forms]
-            hops.clear()
+            passes = [self._stretch(form, direction).seconds for form in forms]
+            hop = cache(partial(self._hop, direction))
             for number, form in enumerate(form_of):
-                found[StagePass(STAGE, direction, number)] = passes[form]
+                seconds[StagePass(STAGE, direction, number)] = passes[form]
                 if 0 <= number + onwards < len(form_of):
-                    ends = form, form_of[number + onwards]
-                    if ends not in hops:
-                        hops[ends] = self._hop(direction, *(self.layout.forms[end] for end in ends))
-                    found[StagePass(HANDOVER, direction, number)] = hops[ends]
-        return found
+                    seconds[StagePass(HANDOVER, direction, number)] = hop(form, form_of[number + onwards])
+        return seconds
 
-    def _hop(self, direction: Direction, sender: StageForm, receiver: StageForm) -> float:
-        """Return the seconds from the end of a pass to the start of the same pass of the neighbour."""
+    def _hop(self, direction: Direction, sender: int, receiver: int) -> float:
+        """Return the seconds from the end of a pass to the start of the same pass of the neighbour, by the numbers of forms."""
         if not self.pieces.several:
             return self.rank.handover.seconds
-        given, taken = self._passes.of(sender, direction).given, self._passes.of(receiver, direction).taken
+        forms = self.layout.forms
+        given, taken = self._passes.of(forms[sender], direction).given, self._passes.of(forms[receiver], direction).taken
         return delay(given, taken, lambda tokens: self.rank.handover_of(tokens).seconds)
 
     def _stretch(self, form: StageForm, direction: Direction) -> Stretch:
@@ -206,87 +190,93 @@ class Step:
         _, exposed, whole, delayed = self.reductions(reduction)[place]
         return self.pipeline[place].end + delayed + exposed + self._crowding * (whole - exposed) + self.behind[place]
 
+    @shared(attrgetter("_known"))
     def reductions(self, reduction: Reduction) -> list[Reduced]:
         """Return the reductions of every position.
 
         Gradients are reduced stage by stage, and within a stage block by block, as soon as backward has them (`end`: after
         the last backward). Seconds after the end of the last backward are exposed, and seconds that all-to-alls wait.
         """
-        if reduction not in self._reduced:
-            departures = [
-                Departure.of(backward, stage_updates(self.rank, content, reduction), reduction)
-                for backward, content in zip(self._last_backwards, self.layout.contents, strict=True)
-            ]
-            found, delayed = list[Reduced](), 0.0
-            for place in reversed(range(self.layout.pp)):
-                reduced, waited = self._reduced_at(place, departures, reduction.kind == "end")
-                found.append(reduced._replace(delayed=delayed))
-                delayed += waited
-            self._reduced[reduction] = found[::-1]
-        return self._reduced[reduction]
+        departures = [self._departure(number, reduction) for number in range(len(self.layout.forms))]
+        positions, delayed = list[Reduced](), 0.0
+        for place in reversed(range(self.layout.pp)):
+            reduced, waited = self._reduced_at(place, departures, reduction.kind == "end")
+            positions.append(reduced._replace(delayed=delayed))
+            delayed += waited
+        return positions[::-1]
 
     def _reduced_at(self, place: int, departures: Sequence[Departure], at_end: bool) -> tuple[Reduced, float]:
-        """Return the reductions of a position as if nothing delayed it, and the seconds that its all-to-alls wait."""
+        """Return the reductions of a position as if nothing delayed it, and the seconds that its all-to-alls wait.
+
+        The reductions of stages follow one another on the link. Those of a stage begin within its last backward, as far as the
+        link is free (`Departure`), and the rest follows the backward.
+        """
         end, stage_ends = self.pipeline[place]
         free, waited, whole, stages = 0.0, 0.0, 0.0, list[tuple[int, float]]()
         for last, number in sorted(zip(stage_ends, self.layout.forms_at[place], strict=True)):
-            each, before = departures[number], free
-            left = min(each.ready, each.idle * min(each.span, max(0.0, last - before)))
-            free = max(before, end if at_end else last) + each.whole - left
-            wait = min(each.waited * left, each.most)
+            departure, before = departures[number], free
+            within = min(departure.ready, departure.idle * min(departure.span, max(0.0, last - before)))
+            free = max(before, end if at_end else last) + departure.whole - within
+            wait = min(departure.waited * within, departure.most)
             stages.append((number, wait + max(0.0, free - max(end, before))))
             waited += wait
-            whole += each.whole
+            whole += departure.whole
         return Reduced(stages, sum([exposed for _, exposed in stages]), whole, 0.0), waited
 
-    @cached_property
-    def _last_backwards(self) -> list[LastBackward]:
-        """The last backward pass of every form of stage."""
-        return [self._last_backward(number, form) for number, form in enumerate(self.layout.forms)]
-
-    def _last_backward(self, number: int, form: StageForm) -> LastBackward:
-        stretch, batch_degree = self._stretch(form, "B"), self.pieces.batch_degree
-        travels = batch_degree * stage_work(self.rank, self.layout.contents[number], True, self.pieces).travels
-        waits = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
-        messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
-        return LastBackward(
-            stretch.seconds, max(1, len(form.blocks)), self.rank.network.exchange("ep_across", 0).lane, travels,
-            min(1.0, max(0.0, waits / travels)) if travels else 0.0, self.candidate.ordering.backward.row.drains, messages,
-        )  # fmt: skip
+    def _departure(self, number: int, reduction: Reduction) -> Departure:
+        """Return how the gradients of a form of stage leave during its last backward. They are complete block by block."""
+        form, content, rank = self.layout.forms[number], self.layout.contents[number], self.rank
+        updates = stage_updates(rank, content, reduction)
+        whole = sum([update.reduce for update in updates])
+        if reduction.kind == "end" or not whole:
+            return Departure(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
+        stretch, batch_degree, blocks = self._stretch(form, "B"), self.pieces.batch_degree, max(1, len(form.blocks))
+        travels = batch_degree * stage_works(rank, content, self.pieces)[True].travels
+        exposed = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
+        waits = min(1.0, max(0.0, exposed / travels)) if travels else 0.0  # share of all-to-alls in which nothing computes
+        share, lane = (blocks - 1) / blocks, rank.network.exchange("ep_across", 0).lane
+        beside = sum([update.reduce for update in updates if update.lane == lane]) / whole
+        idle = max(0.0, 1 - beside * travels / stretch.seconds)
+        waited, most = beside, share * waits * travels
+        if reduction.gives_way:
+            messages = 2 * len(self.pieces.slicing.moe) * batch_degree * sum(block.moe is not None for block in form.blocks)
+            waiting = max(waits * messages, blocks if self.candidate.ordering.backward.row.drains else 0)
+            waited, most = beside / 2, waiting * max([update.reduce / update.chunks for update in updates]) / 2
+        return Departure(whole, share * whole, share * stretch.seconds, idle, waited, most)
 
     # The breakdown of the time.
 
     def _shares(self, place: int, reduction: Reduction) -> Shares:
         """Return all seconds of one position: its stages, waiting (bubble), reductions and optimizer."""
-        found, own = Shares(), Stretch(0.0, 0.0, 0.0)
+        shares, passes = Shares(), Stretch(0.0, 0.0, 0.0)
         for number, count in Counter(self.layout.forms_at[place]).items():
             for direction in BOTH:
                 form, rounds = self.layout.forms[number], count * self.candidate.micro_batches
                 work, stretch = self._work_shares(form, direction), self._stretch(form, direction)
                 exposed = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, direction)
-                found += (work + self._exposed(work, exposed)) * rounds
-                own += stretch.times(rounds)
+                shares += (work + self._exposed(work, exposed)) * rounds
+                passes += stretch.times(rounds)
         forms = [self.layout.forms[number] for number in self.layout.forms_at[place]]
         sent = sum((not form.last) + (not form.first) for form in forms) * self.candidate.micro_batches
         reduced = self.reductions(reduction)[place]
         named = [
-            ("bubble", self.pipeline[place].end + reduced.delayed - own.seconds),
-            ("crowding", own.crowding),
-            ("launch", own.waiting),
+            ("bubble", self.pipeline[place].end + reduced.delayed - passes.seconds),
+            ("crowding", passes.crowding),
+            ("launch", passes.waiting),
+            ("pp", sent * self.rank.handover.seconds),  # exposed handovers are part of the bubble
         ]
-        named.append(("pp", sent * self.rank.handover.seconds))  # handovers that nothing hides are part of the bubble
         for number, seconds in reduced.stages:
             updates = stage_updates(self.rank, self.layout.contents[number], reduction)
-            share = seconds / (sum([each.reduce for each in updates]) or 1.0)
-            for each in updates:
-                exposed = share * each.reduce
+            share = seconds / (sum([update.reduce for update in updates]) or 1.0)
+            for update in updates:
+                exposed = share * update.reduce
                 named += [
-                    (f"exposed_{each.family}", exposed + each.gather),
-                    ("crowding", self._crowding * (each.reduce - exposed)),
-                    ("optimizer", each.optimizer),
-                    (each.family, each.reduce + each.gather),
+                    (f"exposed_{update.family}", exposed + update.gather),
+                    ("crowding", self._crowding * (update.reduce - exposed)),
+                    ("optimizer", update.optimizer),
+                    (update.family, update.reduce + update.gather),
                 ]
-        return found + Shares.of(named)
+        return shares + Shares.of(named)
 
     def _exposed(self, work: Shares, seconds: float) -> Shares:
         """Return the exposed seconds of a pass by what travels: rows, and keys and values if they are gathered by slices.
@@ -301,7 +291,7 @@ class Step:
 
     def _work_shares(self, form: StageForm, direction: str) -> Shares:
         """Return the seconds of one pass of a stage, by what its ops are busy with."""
-        slicing, back, found = self.pieces.slicing, direction == "B", Shares()
+        slicing, back, shares = self.pieces.slicing, direction == "B", Shares()
         content = Content.of([form])
         ops: list[tuple[str, tuple[int, ...], bool, int, BlockSpec | None]] = []
         ops += [(kind, cut, back, 1, None) for kind, cut in ends_of(content, slicing)]
@@ -310,5 +300,5 @@ class Step:
             ops += [(kind, cut_of(kind, slicing), way, count, block) for kind, way in kinds]
         for kind, cut, way, count, of in ops:
             for tokens in pieces_of(cut):
-                found += self.rank.price(kind, way, tokens, of).shares(OP_KINDS[kind].travels is not None) * count
-        return found * self.pieces.batch_degree
+                shares += self.rank.price(kind, way, tokens, of).shares(OP_KINDS[kind].travels is not None) * count
+        return shares * self.pieces.batch_degree

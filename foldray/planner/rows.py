@@ -24,8 +24,8 @@ class Travelling(NamedTuple):
             weights do not travel.
         out, back: bytes of a row on its way to the experts, and on its way back.
         scales: bytes of the scales of a row on its way to the experts, beyond `out`.
-        inside: the same as `fullest` of the rows that ranks of a node pass on to each other; 0 if tokens do not travel once to
-            each node.
+        inside: rows that ranks of a node pass on to the fullest one, over the tokens of a rank; 0 if tokens do not travel once
+            to each node.
     """
 
     mean: float
@@ -38,12 +38,9 @@ class Travelling(NamedTuple):
     inside: float = 0.0
 
     def messages(self, out: bool, weights: bool, back: bool) -> list[float]:
-        """Return the bytes for a row in each message.
+        """Return the bytes for a row in each message: to the experts (`out`) or from them, with its weights or without.
 
-        Args:
-            out: whether the row is on its way to the experts.
-            weights: whether its weights travel.
-            back: whether it is a gradient. The numbers of experts have none.
+        A gradient (`back`) has no numbers of experts.
         """
         beside = sum(self.beside[: 1 if back else 2]) * weights + self.scales * out
         return [self.out if out else self.back, *([beside] if beside else [])]
@@ -55,12 +52,7 @@ class Travelling(NamedTuple):
 
 
 def travelling(job: Job, fold: Fold, itemsize: int) -> Travelling:
-    """Return the rows of a job's tokens.
-
-    Args:
-        fold: its expert-parallel sizes count.
-        itemsize: bytes of a number of an activation. Weights have at least four.
-    """
+    """Return the rows of a job's tokens. A number of an activation has `itemsize` bytes, and one of a weight at least four."""
     topk, ep, places, hidden = job.model.topk, fold.ep, fold.ep_across, job.model.hidden
     back = (itemsize if job.wire is None else 2) * hidden
     out, scales = (hidden, _SCALE * math.ceil(hidden / _GROUP)) if job.wire == "float8" else (back, 0)

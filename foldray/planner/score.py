@@ -50,7 +50,6 @@ class Row(NamedTuple):
     Args:
         name: the row's `row_id`.
         method: a name of `METHODS`.
-        candidate: the candidate that was measured.
         mfu: model FLOPs over peak, from 0 to 1; None if the file has no measurement.
     """
 
@@ -61,22 +60,18 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read published measurements from a CSV file with the columns `COLUMNS`. `mfu_pct` may be empty.
-
-    Raises:
-        UserError: the file cannot be read, a column is missing, or a row has an illegal value.
-    """
+    """Read published measurements from a CSV file with the columns `COLUMNS`. `mfu_pct` may be empty."""
     reader = csv.DictReader(io.StringIO(read_text("score", path), newline=""))
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise UserError("score", str(path), f"has no column {missing[0]}", COLUMNS)
     try:
-        return [_told_row(fields) for fields in reader]
+        return [_checked_row(fields) for fields in reader]
     except csv.Error as error:
         raise UserError("score", str(path), f"is no table in CSV (line {reader.line_num}: {error})") from None
 
 
-def _told_row(fields: dict[str, str | None]) -> Row:
+def _checked_row(fields: dict[str, str | None]) -> Row:
     """Return a row. A UserError names the row."""
     try:
         return _row({key: value or "" for key, value in fields.items()})
@@ -112,12 +107,12 @@ def _share(text: str) -> float | None:
     if not text.strip():
         return None
     try:
-        found = float(text) / 100
+        share = float(text) / 100
     except ValueError:
-        found = -1.0
-    if not 0 < found <= 1:
+        share = -1.0
+    if not 0 < share <= 1:
         raise UserError("mfu_pct", text, "must be a percentage above 0, at most 100")
-    return found
+    return share
 
 
 class Scored(NamedTuple):
@@ -134,34 +129,25 @@ class Scored(NamedTuple):
 
 
 def score(rows: Sequence[Row], hardware: Hardware, changed: Mapping[str, float] | None = None) -> list[Scored]:
-    """Predict every row.
-
-    Args:
-        rows: published measurements.
-        hardware: the cluster.
-        changed: constants that replace those of the files.
-
-    Raises:
-        UserError: the hardware has no peak for a row's dtype.
-    """
-    found = []
+    """Predict every row."""
+    scored = []
     for row in rows:
         prediction = predict(row.candidate, hardware, changed)
         job, device = row.candidate.job, Device.of(row.candidate.job, hardware, changed)
         held = ledger(row.candidate, RankCosts(job, row.candidate.fold, device, row.candidate.micro_batch, row.candidate.zero))
         error = prediction.mfu_causal / row.mfu - 1 if row.mfu else None
-        found.append(Scored(row, prediction, held, held.total <= hardware.memory_gib * GIB, error))
-    return found
+        scored.append(Scored(row, prediction, held, held.total <= hardware.memory_gib * GIB, error))
+    return scored
 
 
 def mape(scored: Sequence[Scored]) -> dict[str, float]:
     """Return the mean absolute error of MFU, as a fraction, over all rows ("overall") and by method."""
     errors: dict[str, list[float]] = {"overall": []}
-    for each in scored:
-        if each.error is not None:
-            errors["overall"].append(abs(each.error))
-            errors.setdefault(each.row.method, []).append(abs(each.error))
-    return {name: fmean(each) for name, each in errors.items() if each}
+    for result in scored:
+        if result.error is not None:
+            errors["overall"].append(abs(result.error))
+            errors.setdefault(result.row.method, []).append(abs(result.error))
+    return {name: fmean(of_method) for name, of_method in errors.items() if of_method}
 
 
 def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -172,28 +158,24 @@ def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | Non
 
     Args:
         rows: published measurements; those without MFU are ignored.
-        hardware: the cluster.
         near: constants to start from, to save time. The pull is still towards the default values.
-
-    Raises:
-        UserError: no row has a measurement.
     """
     import numpy as np
     from scipy.optimize import least_squares
 
-    told = [row for row in rows if row.mfu]
-    if not told:
+    measured = [row for row in rows if row.mfu]
+    if not measured:
         raise UserError("fit", "no row", "needs rows with mfu_pct")
-    known = {name: each for name, each in constants().items() if each.fitted}
-    low, high, start = (np.array([getattr(each, key) for each in known.values()]) for key in ("low", "high", "value"))
+    known = {name: constant for name, constant in constants().items() if constant.fitted}
+    low, high, start = (np.array([getattr(constant, key) for constant in known.values()]) for key in ("low", "high", "value"))
     stands = (start - low) / (high - low)
 
     def changed(x: np.ndarray) -> dict[str, float]:
         return dict(zip(known, (low + x * (high - low)).tolist(), strict=True))
 
     def residuals(x: np.ndarray) -> list[float]:
-        found = [predict(row.candidate, hardware, changed(x)).mfu_causal / (row.mfu or 1.0) for row in told]
-        return [*map(math.log, found), *(_PULL * (x - stands))]
+        ratios = [predict(row.candidate, hardware, changed(x)).mfu_causal / (row.mfu or 1.0) for row in measured]
+        return [*map(math.log, ratios), *(_PULL * (x - stands))]
 
     begin = stands if near is None else (np.array([near[name] for name in known]) - low) / (high - low)
     how = {"bounds": (0.0, 1.0), "diff_step": 1e-3, "loss": "soft_l1", "f_scale": _LENIENT, "ftol": 1e-4, "xtol": 1e-4}
@@ -201,11 +183,7 @@ def fit(rows: Sequence[Row], hardware: Hardware, near: Mapping[str, float] | Non
 
 
 def left_out(rows: Sequence[Row], hardware: Hardware) -> Iterator[Scored]:
-    """Predict every row with constants that are fitted to all other rows.
-
-    Raises:
-        UserError: fewer than two rows have a measurement.
-    """
+    """Predict every row with constants that are fitted to all other rows."""
     near = fit(rows, hardware)
     for row in rows:
-        yield from score([row], hardware, fit([other for other in rows if other is not row], hardware, near))
+        yield from score([row], hardware, fit([each for each in rows if each is not row], hardware, near))

@@ -32,16 +32,16 @@ class Shares:
     @classmethod
     def of(cls, named: Iterable[tuple[str, float]]) -> Shares:
         """Return shares from (name, seconds). Seconds of the same name are added."""
-        found = [0.0] * len(_NAMES)
+        sums = [0.0] * len(_NAMES)
         for name, seconds in named:
-            found[_PLACE[name]] += seconds
-        return cls(tuple(found))
+            sums[_PLACE[name]] += seconds
+        return cls(tuple(sums))
 
     def __add__(self, other: Shares) -> Shares:
         return Shares(tuple(map(operator.add, self.seconds, other.seconds)))
 
     def __mul__(self, factor: float) -> Shares:
-        return Shares(tuple([factor * each for each in self.seconds]))
+        return Shares(tuple([factor * share for share in self.seconds]))
 
     def of_step(self) -> dict[str, float]:
         """Return the seconds of a step by name, without names that take no time."""
@@ -99,8 +99,8 @@ class Price(NamedTuple):
         traffic = [(work.what, work.seconds) for work in self.works if work.lane != COMPUTE]
         if travels:
             return Shares.of(traffic)
-        own = [(work.what if work.lane == COMPUTE else f"exposed_{work.what}", work.seconds) for work in self.works]
-        return Shares.of(own + traffic)
+        busy = [(work.what if work.lane == COMPUTE else f"exposed_{work.what}", work.seconds) for work in self.works]
+        return Shares.of(busy + traffic)
 
 
 class Stretch(NamedTuple):
@@ -121,4 +121,4 @@ class Stretch(NamedTuple):
         return Stretch(*map(operator.add, self, other))
 
     def times(self, count: float) -> Stretch:
-        return Stretch(*(count * each for each in self))
+        return Stretch(*(count * seconds for seconds in self))

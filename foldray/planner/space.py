@@ -30,9 +30,6 @@ class Space:
     """The space of a search.
 
     Args:
-        job: the model and batch.
-        hardware: the cluster.
-        gpus: number of GPUs.
         pins: axis → size, for axes with a fixed size.
         zero: stage of ZeRO: 1 or 3.
         micro_batches: sizes of micro-batches to try, in sequences.
@@ -78,27 +75,28 @@ class Space:
             if self.job.global_batch % fold.dp == 0:
                 yield fold
 
-    def orderings(self, fold: Fold, batch_degree: int) -> Iterator[Ordering]:
-        """Yield the schedules of a fold, without recomputation. They depend on its smallest slice, and on whether ep is 1.
+    def orderings(self, smallest: int, travels: bool, batch_degree: int) -> Iterator[Ordering]:
+        """Yield the schedules of folds, without recomputation.
 
-        Without expert parallelism no rows travel, so there is only `sequential`.
+        Args:
+            smallest: the smallest slice of such a fold.
+            travels: whether rows travel. If not (EP1), there is only `sequential`.
         """
         if batch_degree == 1:
             yield Ordering()
-        if fold.ep == 1:
+        if not travels:
             return
-        cost = SliceCost.of(self.job.model)
-        sequences = Sequences(self.job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
+        sequences = Sequences(self.job.seq_len, SliceCost.of(self.job.model), smallest)
         for kind, degree in itertools.product(self._kinds(batch_degree), self._degrees(batch_degree)):
             if sequences.length // sequences.multiple_of >= degree:
                 yield make_ordering(sequences, kind, degree, 1, backward_lag=1, batch_degree=batch_degree)
 
     def _kinds(self, batch_degree: int) -> Iterable[str]:
-        """Return the kinds that cut. Of kinds with the same order, it has the one that is meant for this number of parts."""
+        """Return the kinds that cut; of kinds with the same order, the one that is meant for this number of parts."""
         rows = {kind: overlap_kind(kind) for kind in self.kinds}
-        some = [(kind, row) for kind, row in rows.items() if row.cuts and row.batch_degree <= batch_degree]
-        some.sort(key=lambda each: each[1].batch_degree)
-        return {(row.order, row.cuts_attention, row.drains): kind for kind, row in some}.values()
+        cutting = [(kind, row) for kind, row in rows.items() if row.cuts and row.batch_degree <= batch_degree]
+        cutting.sort(key=lambda named: named[1].batch_degree)
+        return {(row.order, row.cuts_attention, row.drains): kind for kind, row in cutting}.values()
 
     def _degrees(self, batch_degree: int) -> list[int]:
         """Return the numbers of pieces of a sequence. With several parts, sequences may be whole."""
@@ -107,15 +105,10 @@ class Space:
 
 
 def legal_folds(model: ModelSpec, seq_len: int, gpus: int, pins: Mapping[str, int] = MappingProxyType({})) -> Iterator[Fold]:
-    """Yield every fold of `gpus` ranks that divides a model and its sequences.
-
-    Args:
-        pins: axis → size, for axes with a fixed size.
-    """
+    """Yield every fold of `gpus` ranks that divides a model and its sequences."""
 
     def sizes(axis: str, among: int, legal: Callable[[int], bool]) -> list[int]:
-        found = [n for n in divisors(among) if legal(n)]
-        return [n for n in found if n == pins[axis]] if axis in pins else found
+        return [n for n in divisors(among) if legal(n) and n == pins.get(axis, n)]
 
     def cuts_heads(tp: int) -> bool:
         dense = model.ffn_hidden if model.has_dense else 0

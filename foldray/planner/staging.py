@@ -20,7 +20,6 @@ class Staging(NamedTuple):
     Args:
         virtual_stages: number of stages of a position.
         stage_layers: number of blocks of each stage; None cuts evenly.
-        layout: the stages.
         pipeline: the pipeline with at most 3·pp micro-batches, which are enough to find its memory (`memory.in_flight`).
     """
 
@@ -34,8 +33,8 @@ class Weights(NamedTuple):
     """How long the parts of a model compute, in units of its mean block.
 
     Args:
-        blocks: block → its time; 1 for blocks that are not here.
-        ends: time of what the last stage has besides: heads, and blocks of multi-token prediction.
+        blocks: block → its time; 1 for blocks that are missing.
+        ends: time of the heads and of the blocks of multi-token prediction, which the last stage has as well.
     """
 
     blocks: Mapping[BlockSpec, float]
@@ -46,12 +45,11 @@ _EQUAL = Weights({}, 0.0)
 
 
 class Stagings(NamedTuple):
-    """All stagings to try, and what their common bounds need.
+    """All stagings to try, and the properties of all of them together that bounds need.
 
     Args:
-        all: all stagings.
-        leanest: stagings without those that need at least the memory of another one on every rank.
-        positions: the different contents of all positions; every entry has the contents of all positions.
+        leanest: stagings, except for those that need at least the memory of another one on every rank.
+        positions: the different contents of pipelines, each with all its positions.
         first_blocks: smallest number of blocks of a stage.
     """
 
@@ -68,34 +66,32 @@ def make_stagings(blocks: Sequence[BlockSpec], pp: int, micro_batches: int, weig
 
     Args:
         blocks: the blocks, with those of multi-token prediction, which are in the last stage.
-        pp: number of pipeline positions.
-        micro_batches: micro-batches of a step.
-        weights: how long blocks and ends compute.
     """
     further = sum(block.mtp for block in blocks)
     layers = len(blocks) - further
     several = pp > 1 and PipelineGraph(pp, micro_batches).full_rounds
-    every, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
+    stagings, leanest = list[Staging](), list[tuple[Staging, list[Counter[BlockSpec]]]]()
     for virtual_stages in divisors(-(-layers // pp)) if several else [1]:
         pipeline = PipelineGraph(pp, min(micro_batches, 3 * pp), virtual_stages)
         for sizes in _cuts(blocks[:layers], pp, virtual_stages, weights):
             cut = make_stages(layers, pp, virtual_stages, sizes, further)
             stages = tuple(tuple(blocks[i] for i in stage.layers) for stage in cut)
-            every.append(found := Staging(virtual_stages, sizes, make_layout(stages, pp), pipeline))
-            kept = [Counter(dict(blocks_in_flight(found.layout, pipeline, place))) for place in range(pp)]
-            if not any(_needs_no_less(found, kept, *other) for other in leanest):
-                leanest.append((found, kept))
-    positions = list(dict.fromkeys(each.layout.positions for each in every))
-    first_blocks = min(len(form.blocks) for each in every for form in each.layout.forms)
-    return Stagings(every, [each for each, _ in leanest], positions, first_blocks)
+            stagings.append(staging := Staging(virtual_stages, sizes, make_layout(stages, pp), pipeline))
+            kept = [Counter(dict(blocks_in_flight(staging.layout, pipeline, place))) for place in range(pp)]
+            if not any(_needs_no_less(staging, kept, *lean) for lean in leanest):
+                leanest.append((staging, kept))
+    positions = list(dict.fromkeys(staging.layout.positions for staging in stagings))
+    first_blocks = min(len(form.blocks) for staging in stagings for form in staging.layout.forms)
+    return Stagings(stagings, [staging for staging, _ in leanest], positions, first_blocks)
 
 
 def _cuts(blocks: Sequence[BlockSpec], pp: int, virtual_stages: int, weights: Weights) -> Iterator[tuple[int, ...] | None]:
     """Yield the numbers of blocks of stages: even ones (None), and those with fewer blocks beside the embedding and the head.
 
-    Either the head counts as about as many blocks as take as long, or both ends count as one block each, as in Megatron-LM's
-    options `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`. A cut is left out if another one
-    loads no position more, and has no more blocks at the first position, which keeps the activations of most micro-batches.
+    Either the head counts as the number of blocks that take about as long, or both ends count as one block each, as in
+    Megatron-LM's options `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`. A cut is left out
+    if another cut loads no position more, and has no more blocks at the first position, which keeps the activations of most
+    micro-batches.
     """
     layers, count = len(blocks), pp * virtual_stages
     if count > layers:
@@ -111,15 +107,15 @@ def _cuts(blocks: Sequence[BlockSpec], pp: int, virtual_stages: int, weights: We
             loads[place] += sum(weights.blocks.get(block, 1.0) for block in blocks[begin:end])
             held += size if place == 0 else 0
         most = max(*loads[:-1], loads[-1] + weights.ends) if pp > 1 else 0.0
-        if not any(most >= other and held >= few for other, few in known):
+        if not any(most >= load and held >= few for load, few in known):
             known.append((most, held))
             yield tuple(sizes) if first + last else None
 
 
-def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], other: Staging, others: list[Counter[BlockSpec]]) -> bool:
-    """Whether `one` needs at least the memory of `other`.
+def _needs_no_less(one: Staging, kept: list[Counter[BlockSpec]], lean: Staging, lean_kept: list[Counter[BlockSpec]]) -> bool:
+    """Whether `one` needs at least the memory of `lean`.
 
     This holds if their positions have the same contents, and no position of `one` keeps fewer activations of any block.
     """
-    same = one.layout.positions == other.layout.positions
-    return same and all(mine >= theirs for mine, theirs in zip(kept, others, strict=True))
+    same = one.layout.positions == lean.layout.positions
+    return same and all(more >= fewer for more, fewer in zip(kept, lean_kept, strict=True))

@@ -29,15 +29,15 @@ _WAYS: Mapping[str, Way] = MappingProxyType({"ep": "exchange", "ep_inside": "exc
 def edges(candidate: Candidate) -> Edges:
     """Return the traffic of a step, the mean over ranks. Counts of rows, losses and norms are left out: they are few bytes."""
     fold, names = candidate.fold, {"ep": "ep_across" if candidate.fold.ep_inside > 1 else "ep"}
-    found = sent(candidate).items()
-    return Edges(fold, tuple(Flow(names.get(family, family), _WAYS.get(family, "ring"), each) for family, each in found))
+    flows = (Flow(names.get(name, name), _WAYS.get(name, "ring"), sent_bytes) for name, sent_bytes in sent(candidate).items())
+    return Edges(fold, tuple(flows))
 
 
 def sent(candidate: Candidate) -> dict[str, float]:
     """Return the bytes that a rank with a place in the family's grid sends in a step, by family, the mean over these ranks.
 
-    For `pp` they are those of one direction, and for `ROWS` the mean of both. If tokens travel once to each node, `ep` has
-    what travels between nodes.
+    `pp` has the bytes of one direction, and `ROWS` the mean of both. If tokens travel once to each node, `ep` has the bytes
+    between nodes.
     """
     fold, job = candidate.fold, candidate.job
     device = Device.of(job, _links_alone(job.dtype))
@@ -45,13 +45,13 @@ def sent(candidate: Candidate) -> dict[str, float]:
     rank, experts = work.rank, work.expert_rank if isinstance(work, ApartWork) else work.rank
     tokens = range(job.seq_len // (fold.cp * fold.tp))
     parts = candidate.micro_batches * candidate.ordering.batch_degree
-    found = defaultdict[str, float](float)
+    by_family = defaultdict[str, float](float)
 
     def add(kind: str, block: BlockSpec | None, positions: int) -> None:
         for back in (False, True):
-            for each in (experts if kind == EXPERT else rank).price(kind, back, tokens, block).works:
-                if each.lane == INTRA:
-                    found[each.what] += each.seconds * parts / positions
+            for part in (experts if kind == EXPERT else rank).price(kind, back, tokens, block).works:
+                if part.lane == INTRA:
+                    by_family[part.what] += part.seconds * parts / positions
 
     for block in job.blocks:
         moe = (ROUTE, EXPERT, MERGE) if fold.disjoint else (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
@@ -60,18 +60,18 @@ def sent(candidate: Candidate) -> dict[str, float]:
         if fold.disjoint and block.moe:
             rows = len(tokens) * rank.sequences * ranks_of_a_token(job.model, fold.ep)
             row = rank.travelling
-            found[ROWS] += parts * rows * (row.out + row.scales + row.back) / fold.pp
+            by_family[ROWS] += parts * rows * (row.out + row.scales + row.back) / fold.pp
     add(EMBED, None, fold.pp)
     for _ in range(1 + job.model.mtp_depth):
         add(HEAD, None, fold.pp)
-    found["pp"] = parts * candidate.virtual_stages * rank.handover.seconds if fold.pp > 1 else 0.0
+    by_family["pp"] = parts * candidate.virtual_stages * rank.handover.seconds if fold.pp > 1 else 0.0
     whole = Content.of([StageForm(job.blocks, first=True, last=True)])
     for family, count in rank.elements(whole).items():
         held = count / (fold.moe_pp if family == "edp" else fold.pp)
         gradients = rank.network.gather(family, 4 * held).seconds
         gathered = rank.network.gather(family, device.bytes * held).seconds
-        found[family] += gradients + gathered if candidate.zero else 2 * gradients
-    return {family: each for family, each in found.items() if each}
+        by_family[family] += gradients + gathered if candidate.zero else 2 * gradients
+    return {family: sent_bytes for family, sent_bytes in by_family.items() if sent_bytes}
 
 
 def _links_alone(dtype: str) -> Hardware:

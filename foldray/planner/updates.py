@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from foldray.planner.costs import RankCosts
-from foldray.planner.layout import Content, PipelineLayout, Positions
-from foldray.planner.memo import Update
+from foldray.planner.costs import RankCosts, shared_by_fold
+from foldray.planner.device import FLOAT32
+from foldray.planner.layout import Content, Positions
 from foldray.planner.muon import Matrices, matrices
 from foldray.planner.muon import seconds as muon_seconds
 from foldray.schedule import Reduction
@@ -16,76 +15,69 @@ WHOLE = Reduction("end")
 """The reduction with the fewest messages. Optimizer and gather of weights are the same for all reductions."""
 
 
+class Update(NamedTuple):
+    """The update of those parameters of a stage whose gradients are summed over one group family.
+
+    Args:
+        family: the name for its seconds in reports: `edp` for experts, `dp_cp` for all others.
+        lane: the lane of its messages.
+        chunks: number of chunks of gradients.
+        reduce, gather, optimizer: seconds of the reduction, of the gather of weights, and of the optimizer.
+    """
+
+    family: str
+    lane: str
+    chunks: float
+    reduce: float
+    gather: float
+    optimizer: float
+
+
+@shared_by_fold
 def stage_updates(rank: RankCosts, content: Content, reduction: Reduction) -> tuple[Update, ...]:
-    """Return the updates of a stage, one per group family of its parameters.
+    """Return the updates of a stage, one per group family of its parameters."""
+    hidden = {of_class.family: of_class for of_class in matrices(rank, content)}
+    counts = rank.elements(content).items()
+    return tuple(_update(rank, family, count, hidden.get(family), reduction) for family, count in counts)
+
+
+def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None, reduction: Reduction) -> Update:
+    """Return the update of `count` parameters of a group family, and of the matrices among them that Muon updates.
 
     ZeRO-3 has already reduced the gradients during backward. The optimizer reads and writes float32 weights and two moments,
     reads a gradient, and writes a weight in the dtype of computation. With Muon, matrices of hidden layers have one moment, and
     an update besides.
     """
-    if reduction not in rank.tables.updates:
-        rank.tables.updates[reduction] = {}
-    known = rank.tables.updates[reduction]
-    if content not in known:
-        own = {each.family: each for each in matrices(rank, content)}
-        counts = rank.elements(content).items()
-        known[content] = tuple(_update(rank, family, count, own.get(family), reduction) for family, count in counts)
-    return known[content]
-
-
-def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None, reduction: Reduction) -> Update:
-    """Return the update of `count` parameters of a group family, and of the matrices among them that Muon updates."""
-    fold, network, zero, device = rank.fold, rank.network, rank.zero, rank.device
-    owners = fold.group_size(family) if zero else 1
-    chunks = max(1.0, 4 * count / size) if (size := reduction.most) else 1.0
-    lane, seconds = network.gather(family, 4 * count)
+    network, zero, device = rank.network, rank.zero, rank.device
+    owners = rank.fold.group_size(family) if zero else 1
+    gradients = FLOAT32 * count  # bytes
+    chunks = max(1.0, gradients / size) if (size := reduction.most) else 1.0
+    lane, seconds = network.gather(family, gradients)
     travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
-    optimizer = count / owners * (6 * 4 + 4 + device.bytes) / bandwidth
+    optimizer = count / owners * (6 * FLOAT32 + FLOAT32 + device.bytes) / bandwidth
     if hidden:
-        optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * 4 / bandwidth
+        optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * FLOAT32 / bandwidth
     return Update("edp" if family == "edp" else "dp_cp", lane, chunks, reduce, gather, optimizer)
 
 
-class LastBackward(NamedTuple):
-    """The last backward pass of a stage, whose gradients leave meanwhile.
-
-    Args:
-        seconds: its length.
-        blocks: number of its blocks. Gradients are complete block by block.
-        lane: the lane of its all-to-alls.
-        travels: seconds of its all-to-alls, hidden or not.
-        waits: the share of these seconds in which nothing computes.
-        drains: whether a block ends before the next block begins.
-        messages: number of its all-to-alls.
-    """
-
-    seconds: float
-    blocks: int
-    lane: str
-    travels: float
-    waits: float
-    drains: bool
-    messages: int
-
-
 class Departure(NamedTuple):
-    """How the gradients of a stage leave.
+    """How the gradients of a stage leave while its last backward runs.
 
-    A link that all-to-alls use, too, is free for gradients in the rest of the time. Where nothing computes during an
-    all-to-all, every second that the all-to-all waits for gradients is lost. If gradients give way (`chunks`), it waits for
-    half a chunk on average. Otherwise both share the link evenly, so the all-to-all takes up to twice as long. In a block that
-    drains, nothing computes during its first all-to-all.
+    Gradients may share a link with all-to-alls, and use it while no all-to-all does. Where nothing computes during an
+    all-to-all, every second that the all-to-all waits for gradients is lost. If gradients give way (`chunks`), an all-to-all
+    waits for half a chunk on average. Otherwise both share the link evenly, so the all-to-all takes up to twice as long. In a
+    block that drains, nothing computes during its first all-to-all.
 
     Args:
         whole: seconds of all its gradients.
         ready: seconds of the gradients that are complete before the pass ends: those of all blocks but the last one.
         span: seconds from the end of the first block's backward to the end of the pass.
         idle: share of the span in which the link is free.
-        waited: seconds that all-to-alls wait, per second of gradients that leave in the span.
-        most: most seconds that all-to-alls wait.
+        waited: slowdown of all-to-alls: seconds that they wait, per second in which gradients use the link within the span.
+        most: upper limit of the seconds that all-to-alls wait.
     """
 
     whole: float
@@ -95,28 +87,6 @@ class Departure(NamedTuple):
     waited: float
     most: float
 
-    @classmethod
-    def of(cls, backward: LastBackward, updates: Sequence[Update], reduction: Reduction) -> Departure:
-        whole = sum([each.reduce for each in updates])
-        if reduction.kind == "end" or not whole:
-            return cls(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
-        share = (backward.blocks - 1) / backward.blocks
-        beside = sum([each.reduce for each in updates if each.lane == backward.lane]) / whole
-        idle = max(0.0, 1 - beside * backward.travels / backward.seconds)
-        waited, most = beside, share * backward.waits * backward.travels
-        if reduction.gives_way:
-            chunk = max([each.reduce / each.chunks for each in updates])
-            waiting = max(backward.waits * backward.messages, backward.blocks if backward.drains else 0)
-            waited, most = beside / 2, waiting * chunk / 2
-        return cls(whole, share * whole, share * backward.seconds, idle, waited, most)
-
-
-def seconds_behind(rank: RankCosts, layout: PipelineLayout) -> list[float]:
-    """Return, for every position, the seconds after its reductions: optimizer and gather of weights."""
-    updates = [stage_updates(rank, content, WHOLE) for content in layout.contents]
-    seconds = [sum([each.gather + each.optimizer for each in own]) for own in updates]
-    return [sum([seconds[form] for form in own]) for own in layout.forms_at]
-
 
 def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
     """Return, for every different content of positions, a lower bound of the seconds after the last backward.
@@ -124,8 +94,5 @@ def least_behind(rank: RankCosts, positions: Positions) -> list[float]:
     It holds for every reduction, and has the crowding by the one with the fewest messages. The bound takes all stages of a
     position together. This never takes longer than the stages one by one.
     """
-    crowding, found = rank.device.share["crowding"], list[float]()
-    for content in positions.different:
-        updates = stage_updates(rank, content, WHOLE)
-        found.append(sum([crowding * each.reduce + each.gather + each.optimizer for each in updates]))
-    return found
+    crowding, contents = rank.device.share["crowding"], [stage_updates(rank, each, WHOLE) for each in positions.different]
+    return [sum([crowding * update.reduce + update.gather + update.optimizer for update in updates]) for updates in contents]

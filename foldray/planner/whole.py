@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 from foldray.finding import find, first_list
 from foldray.kinds import REDUCE
@@ -18,13 +19,8 @@ from foldray.timeline.simulator import Simulation, simulate
 def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Simulation:
     """Simulate every op of a step up to the end of the last reduction, without the optimizer and the gather of weights.
 
-    A found list is that of list scheduling, without local moves, which take long and gain some percent.
-
-    Args:
-        quick: whether a list is found by `first_list`.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches.
+    A found list is that of list scheduling, without local moves, which take long and gain some percent; if `quick`, that of
+    `first_list`.
     """
     graph, ordering = candidate.reducing, candidate.ordering
     if ordering.forward.row.found:
@@ -40,9 +36,6 @@ def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> fl
     """Return the seconds of a step whose every op is simulated (`simulate_step`), with the optimizer of the slowest position.
 
     The wait for the slowest node (`straggling`) is left out.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches.
     """
     behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
     return pass_seconds(candidate, work, quick) + max(behind)
@@ -51,35 +44,51 @@ def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> fl
 def pass_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
     """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
     simulated, graph = simulate_step(candidate, work, quick), candidate.reducing
-    beside = max(_hidden(graph, own) for own in _by_place(graph, simulated.spans))
-    return simulated.seconds + work.rank.device.share["crowding"] * beside
-
-
-def _by_place(graph: StepGraph, spans: Mapping[Op, Span]) -> list[dict[Op, Span]]:
-    """Return the spans of the ops of every position."""
-    found: list[dict[Op, Span]] = [{} for _ in range(graph.positions)]
-    for op, span in spans.items():
+    by_place: list[dict[Op, Span]] = [{} for _ in range(graph.positions)]
+    for op, span in simulated.spans.items():
         for place in graph.where(op):
-            found[place][op] = span
-    return found
+            by_place[place][op] = span
+    usages = [usage(graph, spans) for spans in by_place]
+    overlapped = max(used.communication - used.exposed for used in usages)
+    return simulated.seconds + work.rank.device.share["crowding"] * overlapped
 
 
-def _hidden(graph: StepGraph, spans: Mapping[Op, Span]) -> float:
-    """Return the seconds of one position in which communication overlaps with computation."""
-    used = usage(graph, spans)
-    return used.communication - used.exposed
+class LongStep(NamedTuple):
+    """Seconds of a step; the costs and the seconds of the part of its micro-batches that was simulated."""
+
+    seconds: float
+    part: OpWork
+    part_seconds: float
+
+
+def long_step(
+    work_of: Callable[[int], OpWork], micro_batches: int, positions: int, rounds: tuple[int, int], quick: bool = False
+) -> LongStep:
+    """Return the seconds of a step as `whole_seconds` does. Of many micro-batches, only some are simulated.
+
+    In steady state, every further micro-batch takes as long as those that were simulated last.
+
+    Args:
+        work_of: number of micro-batches → the costs of a step with this number.
+        rounds: two numbers of micro-batches per position, which are simulated if there are more.
+    """
+    fewer, more = (count * positions for count in rounds)
+    works = [work_of(count) for count in ([micro_batches] if micro_batches <= more else [fewer, more])]
+    seconds = [whole_seconds(work.candidate, work, quick) for work in works]
+    further = 0.0 if micro_batches <= more else (micro_batches - more) * (seconds[-1] - seconds[0]) / (more - fewer)
+    return LongStep(seconds[-1] + further, works[-1], seconds[-1])
 
 
 def _op_costs(graph: StepGraph, work: OpWork) -> OpCosts:
     """Return the predicted times of ops, in the form in which training has the times of recorded ops."""
 
     def seconds(op: Op) -> float:
-        return sum(each.seconds for each in work.work(op))
+        return sum(part.seconds for part in work.work(op))
 
-    own = {(op.kind, op.direction, op.part): seconds(op) for op in graph.ops() if op.micro_batch == 0 and op.kind != REDUCE}
+    ops = {(op.kind, op.direction, op.part): seconds(op) for op in graph.ops() if op.micro_batch == 0 and op.kind != REDUCE}
     points = sorted({(graph.chunk(op).bytes, seconds(op)) for place in range(graph.positions) for op in graph.reductions(place)})
     if not points:
-        return OpCosts(tuple(own.items()), 0.0, 0.0)
+        return OpCosts(tuple(ops.items()), 0.0, 0.0)
     (small, first), (large, last) = points[0], points[-1]
     per_byte = (last - first) / (large - small) if large > small else last / large
-    return OpCosts(tuple(own.items()), max(0.0, last - per_byte * large), per_byte)
+    return OpCosts(tuple(ops.items()), max(0.0, last - per_byte * large), per_byte)

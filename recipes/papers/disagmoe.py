@@ -39,11 +39,9 @@ from foldray.planner.candidate import Job
 from foldray.planner.hardware import load_hardware
 from foldray.planner.listed import with_kind
 from foldray.planner.memory import GIB
-from foldray.planner.nodes import Planned
-from foldray.planner.placed_report import order
 from foldray.planner.placing import Placed, apart_seconds, search_placements, sides
-from foldray.planner.report import schedule
-from foldray.planner.search import search
+from foldray.planner.report import order, schedule
+from foldray.planner.search import Planned, search
 from foldray.planner.space import Space
 
 MODELS, LENGTHS, TOKENS = ("deepseek-moe", "gpt-oss-120b", "qwen3-235b-a22b"), (4096, 8192, 16384, 32768), 65536
@@ -75,25 +73,25 @@ def main() -> None:
     compare = partial(compared, most=args.most)
     run = {"speed": compare, "woven": woven, "topk": by_topk, "stages": by_stages}[args.experiment]
     machines = load_hardware(args.cluster)
-    found = []
+    results = []
     for model, length in itertools.product(args.models, args.lengths):
         print(f"\n{model}, {length} tokens, {args.gpus} GPUs", flush=True)
         job = Job(ModelSpec.model_validate({"preset": model, **SIZES_ALONE}), length, args.gpus * TOKENS // length)
         result = run(Space(job, machines, args.gpus))
-        found.append({"model": model, "seq_len": length, "gpus": args.gpus, **result})
+        results.append({"model": model, "seq_len": length, "gpus": args.gpus, **result})
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def compared(space: Space, most: int) -> dict[str, Any]:
     """Predict and print all ways to train."""
     result: dict[str, Any] = {}
     for name in WAYS:
-        if (best := baseline(space, name, 16)) is not None:
-            result[name] = shown(name, best)
+        if planned := baselines(space, name, 16):
+            result[name] = shown(name, fastest(planned))
     result["shared"] = shown("shared", search(space, 1).best[0])
     placed = search_placements(space, 5, most)
-    result["own"] = [own(each) for each in placed]
+    result["own"] = [shown_placement(placement) for placement in placed]
     for name in (*WAYS, "shared"):
         if name in result:
             paper = f" (paper: {PAPER[name]})" if name in PAPER else ""
@@ -104,38 +102,33 @@ def compared(space: Space, most: int) -> dict[str, Any]:
 def woven(space: Space) -> dict[str, Any]:
     """Predict and print woven and found lists on the folds of the baselines."""
     by_way = {name: baselines(space, name, 16) for name in WAYS}
-    result: dict[str, Any] = {name: shown(name, _fastest(found)) for name, found in by_way.items() if found}
-    planned = [each.candidate for found in by_way.values() for each in found]
-    folds = {(each.fold, each.virtual_stages, each.micro_batch, each.ordering.recompute): each for each in planned}
+    result: dict[str, Any] = {name: shown(name, fastest(planned)) for name, planned in by_way.items() if planned}
+    candidates = [plan.candidate for planned in by_way.values() for plan in planned]
+    folds = {(each.fold, each.virtual_stages, each.micro_batch, each.ordering.recompute): each for each in candidates}
     for kind, degree in itertools.product(("weave", "list"), (1, 2)):
-        found = [with_kind(candidate, kind, degree, space.hardware) for candidate in folds.values()]
-        best = min(found, key=lambda each: (not each.fits, each.seconds))
+        listed = [with_kind(candidate, kind, degree, space.hardware) for candidate in folds.values()]
+        best = min(listed, key=lambda each: (not each.fits, each.seconds))
         fits = "" if best.fits else ", too little memory"
-        fold, own = str(best.candidate.fold), f"{kind}, d = {degree}"
-        more = best.candidate.ordering.ahead if kind == "list" else None
-        about = f"{fold}, {best.over_bound:.3f} × the bound" + (f", ahead {more:g}" if more is not None else "")
-        print(f"  {own:<18}{best.seconds:>8.2f} s  {about}, {best.memory_gib:.0f} GiB{fits}", flush=True)
-        result[own] = {"seconds": best.seconds, "over_bound": best.over_bound, "fold": fold, "fits": best.fits, "ahead": more}
+        fold, name = str(best.candidate.fold), f"{kind}, d = {degree}"
+        ahead = best.candidate.ordering.ahead if kind == "list" else None
+        about = f"{fold}, {best.over_bound:.3f} × the bound" + (f", ahead {ahead:g}" if ahead is not None else "")
+        print(f"  {name:<18}{best.seconds:>8.2f} s  {about}, {best.memory_gib:.0f} GiB{fits}", flush=True)
+        result[name] = {"seconds": best.seconds, "over_bound": best.over_bound, "fold": fold, "fits": best.fits, "ahead": ahead}
     return result
 
 
-def baseline(space: Space, way: str, ep: int) -> Planned | None:
-    """Return the fastest candidate that fits, with EP and a pipeline of any depth; None if there is no legal one."""
-    found = baselines(space, way, ep)
-    return _fastest(found) if found else None
-
-
-def _fastest(found: list[Planned]) -> Planned:
-    return min(found, key=lambda each: (not each.fits, each.prediction.seconds))
+def fastest(planned: list[Planned]) -> Planned:
+    """Return the fastest candidate that fits or, if none fits, the fastest one."""
+    return min(planned, key=lambda plan: (not plan.fits, plan.prediction.seconds))
 
 
 def baselines(space: Space, way: str, ep: int) -> list[Planned]:
-    """Return the fastest candidate for every depth of the pipeline."""
-    found: list[Planned] = []
+    """Return the fastest candidate for every depth of the pipeline that has a legal one."""
+    planned: list[Planned] = []
     for pp in PIPELINES:
         with contextlib.suppress(UserError):
-            found += search(replace(space, pins={"ep": ep, "pp": pp}, **WAYS[way]), 1).best
-    return found
+            planned += search(replace(space, pins={"ep": ep, "pp": pp}, **WAYS[way]), 1).best
+    return planned
 
 
 def by_topk(space: Space) -> dict[str, Any]:
@@ -145,14 +138,14 @@ def by_topk(space: Space) -> dict[str, Any]:
     for topk, ep in itertools.product(TOPKS, EPS):
         model = space.job.model.model_copy(update={"topk": topk, "experts": EXPERTS})
         changed = replace(space, job=replace(space.job, model=model))
-        plain, within = (baseline(changed, way, ep) for way in WAYS)
+        plain, within = (baselines(changed, way, ep) for way in WAYS)
         try:
             placed = search_placements(replace(changed, pins={"ep": ep}), 1)[0]
         except UserError:
             continue  # too few GPUs for this EP
-        if plain is None or within is None:
+        if not plain or not within:
             continue
-        seconds = [plain.prediction.seconds, within.prediction.seconds, placed.seconds]
+        seconds = [fastest(plain).prediction.seconds, fastest(within).prediction.seconds, placed.seconds]
         gains = f"{seconds[0] / placed.seconds:.2f} {seconds[1] / placed.seconds:.2f}"
         print(f"  {topk:>7}{ep:>5}{seconds[0]:>12.2f} s{seconds[1]:>8.2f} s{seconds[2]:>8.2f} s{gains:>16}", flush=True)
         rows.append({"topk": topk, "ep": ep, "seconds": seconds, "fold": str(placed.candidate.fold)})
@@ -165,9 +158,9 @@ def by_stages(space: Space) -> dict[str, Any]:
     for pp in PIPELINES:
         best = search_placements(replace(space, pins={"pp": pp}), 1)[0].candidate
         most = min(space.job.model.layers, len(space.job.model.moe_layers)) // pp  # a stage has at least one block
-        for stages in (each for each in STAGES if each <= most):
+        for stages in (count for count in STAGES if count <= most):
             work = ApartWork(replace(best, virtual_stages=stages), sides(space))
-            held = max(each.total for each in work.memory()) / GIB
+            held = max(memory.total for memory in work.memory()) / GIB
             row = {"pp": pp, "fold": str(best.fold), "stages": stages, "seconds": apart_seconds(work), "memory_gib": held}
             print(f"  pp={pp} {best.fold}: {stages:>3} stages {row['seconds']:>8.2f} s {held:>7.0f} GiB", flush=True)
             rows.append(row)
@@ -181,7 +174,7 @@ def shown(name: str, planned: Planned) -> dict[str, Any]:
     return {"seconds": seconds, "fold": str(fold), "schedule": schedule(planned), "fits": planned.fits}
 
 
-def own(placed: Placed) -> dict[str, Any]:
+def shown_placement(placed: Placed) -> dict[str, Any]:
     candidate = placed.candidate
     fold, fits = candidate.fold, "" if placed.fits else ", too little memory"
     split = f"{fold.attention_ranks}:{fold.moe_ranks}"

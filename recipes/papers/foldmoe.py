@@ -13,8 +13,8 @@ one counts for all blocks together. The predicted times are not measurements. Th
 with the paper, and no schedule may exceed its bound.
 
 `weave` and `list` are not in the paper. They have gradients of weights apart, and the best degree among 1, 2 and 4. They run
-beside a forward what belongs to a backward, so the bounds do not hold for them; their step is also told over the bound that no
-list can beat.
+ops of a backward beside a forward, so the bounds do not hold for them; the script prints their step over the bound that no list
+can beat.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def bounds(model: str, length: int, machines: hardware.Hardware, micro_batches: 
     work = OpWork(sequential, Device.of(sequential.job, machines))
     took: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for op in sequential.graph.ops():
-        took[op.direction, op.layer][op.kind in EXCHANGES] += sum(each.seconds for each in work.work(op))
+        took[op.direction, op.layer][op.kind in EXCHANGES] += sum(part.seconds for part in work.work(op))
     apart = sum(map(sum, took.values()))
     inside = sum(map(max, took.values()))
     ways = [[sum(pair[kind] for (way, _), pair in took.items() if way == direction) for kind in (0, 1)] for direction in "FB"]
@@ -99,8 +100,7 @@ def speedups(model: str, length: int, machines: hardware.Hardware, micro_batches
     }
     plain, over_bound = candidate_of(model, length, "sequential", micro_batches), dict[str, float]()
     for kind in WHOLE:
-        found = [with_kind(plain, kind, degree, machines) for degree in WHOLE_DEGREES]
-        fastest = min(found, key=lambda each: each.seconds)
+        fastest = min((with_kind(plain, kind, degree, machines) for degree in WHOLE_DEGREES), key=attrgetter("seconds"))
         best[kind] = fastest.seconds, fastest.candidate.ordering.degree
         over_bound[kind] = fastest.over_bound
     return {
@@ -157,20 +157,15 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="of every data-parallel place (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--exchange",
-        type=float,
-        metavar="SHARE",
-        help="share of nominal bandwidth that all-to-alls reach; default: the planner's",
-    )
+    about = "share of nominal bandwidth that all-to-alls reach; default: the planner's"
+    parser.add_argument("--exchange", type=float, metavar="SHARE", help=about)
     args = parser.parse_args()
     machines = hardware.load_hardware(args.cluster)
     if args.exchange is not None:
         machines = machines.model_copy(update={"constants": {**machines.constants, "exchange": args.exchange}})
     names = (*KINDS, *WHOLE)
-    print(
-        f"{'model':<12}{'tokens':>7}{'sequential':>12}" + "".join(f"{name:>22}" for name in names) + f"{'bound':>8}{'stream':>8}"
-    )
+    heads = "".join(f"{name:>22}" for name in names)
+    print(f"{'model':<12}{'tokens':>7}{'sequential':>12}{heads}{'bound':>8}{'stream':>8}")
     rows = []
     for model, length in itertools.product(MODELS, LENGTHS):
         rows.append(row := speedups(model, length, machines, args.micro_batches))
@@ -181,19 +176,13 @@ def main() -> None:
         limit = {name: row["bound_stream" if name == "stream" else "bound"] for name in KINDS}
         assert all(row["speedup"][name] <= limit[name] * (1 + 1e-9) for name in KINDS), "a schedule exceeds its bound"
     for name in list(KINDS)[1:]:
-        lost = [
-            f"{row['model'][-1].upper()} {row['length'] // 1024}K"
-            for row in rows
-            if row["speedup"][name] < row["speedup"]["Tutel"]
-        ]
+        slower = (row for row in rows if row["speedup"][name] < row["speedup"]["Tutel"])
+        lost = [f"{row['model'][-1].upper()} {row['length'] // 1024}K" for row in slower]
         print(f"{name} is slower than Tutel at: {', '.join(lost) or 'none'}")
     swept = sweep(machines)
     model, length, degrees = SWEEP
-    print(
-        f"\n{model}, {length} tokens: throughput over d = 1\n"
-        + " " * 22
-        + "".join(f"{'d = ' + str(degree):>9}" for degree in degrees)
-    )
+    print(f"\n{model}, {length} tokens: throughput over d = 1")
+    print(" " * 22 + "".join(f"{f'd = {degree}':>9}" for degree in degrees))
     for name, line in swept.items():
         print(f"{name:<22}" + "".join(f"{value:>9.3f}" for value in line))
     if args.json:

@@ -9,9 +9,8 @@ import numpy as np
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.memory import GIB
-from foldray.planner.placed_report import Comparison
 from foldray.planner.placing import adapters
-from foldray.planner.report import schedule
+from foldray.planner.report import Comparison, schedule
 from foldray.planner.search import Found
 from foldray.planner.space import Space
 from trainers.pictures.canvas import BLUE, INK, ORANGE, PALE_GREY, RED, one_panel, write

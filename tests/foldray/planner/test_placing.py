@@ -16,7 +16,6 @@ from foldray.fold import Fold
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import GIB, Memory
-from foldray.planner.nodes import Planned
 from foldray.planner.placing import (
     _best_order,
     _leaner,
@@ -29,7 +28,7 @@ from foldray.planner.placing import (
     search_placements,
 )
 from foldray.planner.prediction import predict, straggling
-from foldray.planner.search import Found
+from foldray.planner.search import Found, Planned
 from foldray.planner.space import Space
 from foldray.planner.whole import whole_seconds
 

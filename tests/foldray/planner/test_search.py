@@ -16,10 +16,9 @@ from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
 from foldray.planner.memory import ledger
-from foldray.planner.nodes import Planned, Refinement
 from foldray.planner.passes import LAGS, with_best_lags
 from foldray.planner.prediction import Step, predict
-from foldray.planner.search import search
+from foldray.planner.search import Planned, Refinement, search
 from foldray.planner.space import Space
 from foldray.schedule import Overlap, Sequences, SliceCost, make_ordering
 

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 
+from foldray.blueprint import smallest_slice
 from foldray.errors import UserError
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
@@ -71,7 +72,9 @@ def test_it_is_planned():
     schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
     assert Step(each, work).passes() == pytest.approx(simulate(each.graph, schedule, work.cost).seconds, rel=1e-9)
     space = Space(each.job, machines(), 8, kinds=("sequential", KIND))
-    assert KIND in {ordering.forward.kind for ordering in space.orderings(each.fold, 1)}
+    assert KIND in {
+        ordering.forward.kind for ordering in space.orderings(smallest_slice(each.fold.cp, each.fold.tp), each.fold.ep > 1, 1)
+    }
 
 
 @pytest.mark.parametrize(
