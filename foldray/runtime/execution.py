@@ -27,14 +27,10 @@ from foldray.schedule import (
     Chunk,
     Op,
     Ordering,
-    Place,
     ScheduleError,
-    Slicing,
     Span,
     StepGraph,
     check,
-    gathers,
-    leaves_weights,
     position_list,
 )
 from foldray.timeline import Recording, op_costs
@@ -124,26 +120,17 @@ class Execution:
 
     def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
         """Return the graph of a pass over these parts of micro-batches."""
-        model = self.model
-        length, ranks = batches[0].token_BL.shape[1], self.groups.fold.cp * self.groups.fold.tp
-        slicing = self.ordering.slicing or Slicing((length,), (length,))
         # Evaluation predicts the next token only.
-        stages = (map(model.spec.block, stage.layers) for stage in model.ownership.stages)
-        return StepGraph(
+        stages = (map(self.model.spec.block, stage.layers) for stage in self.model.ownership.stages)
+        return self.ordering.graph(
+            self.model.ownership,
             tuple(tuple(block for block in blocks if backward or not block.mtp) for blocks in stages),
-            slicing.shared(ranks),
-            self.groups.fold.pp,
+            batches[0].token_BL.shape[1],
             len(batches),
             # In evaluation, the last micro-batch may be smaller on some ranks, so row counts differ even with padding.
-            ragged=self.groups.fold.disjoint or not (model.spec.router.pad and backward),
-            recompute=self.ordering.recompute,
-            backward=backward,
-            batch_degree=self.ordering.batch_degree if backward else 1,
-            chunks=self._chunks() if self.reduces and backward else (),
-            gathers=gathers(slicing, self.groups.fold.cp),
-            later=leaves_weights(model.spec) if self.ordering.weights_apart and backward else (),
-            tied=model.spec.tied_embeddings,
-            places=tuple(Place(*each) for each in model.ownership.places),
+            self.groups.fold.disjoint or not (self.model.spec.router.pad and backward),
+            backward,
+            self._chunks() if self.reduces and backward else (),
         )
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:

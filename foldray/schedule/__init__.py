@@ -9,7 +9,7 @@ from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.handovers import place_handovers, with_handovers
 from foldray.schedule.lists import ordered_schedule, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.ordering import FoundList, Ordering, Sequences, make_ordering, named_ordering
+from foldray.schedule.ordering import FoundList, Ordering, Sequences, named_ordering
 from foldray.schedule.overlaps import (
     AF_PIPE,
     KINDS,
@@ -28,5 +28,5 @@ from foldray.schedule.pipeline import check_pipeline, computed, forward_only, in
 from foldray.schedule.reduction import place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
-from foldray.schedule.step_ops import Place, gathers, leaves_weights
+from foldray.schedule.step_ops import Place, gathers
 from foldray.schedule.traffic import OpCosts
