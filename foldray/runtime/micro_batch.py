@@ -9,7 +9,7 @@ hook of another library fires before the step is done.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from foldray.comm import Pending
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
 from foldray.model import Batch, KeysAndValues, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
-from foldray.runtime.op_graph import Computed
-from foldray.runtime.op_graphs import OpGraphs, SumOf
+from foldray.runtime.op_graphs import Computed, OpGraphs, SumOf
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
@@ -110,8 +109,7 @@ class MicroBatch:
         elif op.direction == "W":
             self.graphs.add_left(op)
         else:
-            method = (FORWARD if op.direction == "F" else BACKWARD)[op.kind]
-            getattr(self, method.__name__)(op)  # of a half, if the experts have ranks of their own
+            getattr(self, f"{op.kind}_{'forward' if op.direction == 'F' else 'backward'}")(op)
         return self.flight.get(op)
 
     # Handovers.
@@ -383,20 +381,3 @@ class MicroBatch:
 
 def _part(op: Op) -> Part:
     return op.layer, op.part
-
-
-Run = Callable[[MicroBatch, Op], None]
-FORWARD: Mapping[str, Run] = {
-    EMBED: MicroBatch.embed_forward, PROJECT: MicroBatch.project_forward, GATHER: MicroBatch.gather_forward,
-    ATTENTION: MicroBatch.attention_forward, FFN: MicroBatch.ffn_forward,
-    ROUTE: MicroBatch.route_forward, COUNTS: MicroBatch.counts_forward, DISPATCH: MicroBatch.dispatch_forward,
-    EXPERT: MicroBatch.expert_forward, COMBINE: MicroBatch.combine_forward, MERGE: MicroBatch.merge_forward,
-    HEAD: MicroBatch.head_forward,
-}  # fmt: skip
-BACKWARD: Mapping[str, Run] = {
-    EMBED: MicroBatch.embed_backward, PROJECT: MicroBatch.project_backward, GATHER: MicroBatch.gather_backward,
-    ATTENTION: MicroBatch.attention_backward, FFN: MicroBatch.ffn_backward,
-    ROUTE: MicroBatch.route_backward, DISPATCH: MicroBatch.dispatch_backward, EXPERT: MicroBatch.expert_backward,
-    COMBINE: MicroBatch.combine_backward, MERGE: MicroBatch.merge_backward, HEAD: MicroBatch.head_backward,
-}  # fmt: skip
-"""The methods that run the ops of a micro-batch, by kind and direction. Counts have no backward."""

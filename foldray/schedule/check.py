@@ -1,4 +1,4 @@
-"""Checks that a graph allows a schedule, and counts the ops whose saved state the schedule keeps alive."""
+"""Checks that a graph allows a schedule."""
 
 from __future__ import annotations
 
@@ -32,27 +32,6 @@ def check(graph: Graph, schedule: Schedule) -> None:
         _check_frees(graph, position, places)
     _check_channels(graph, schedule)
     unit_times(graph, schedule)
-
-
-def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
-    """Return, for every position, the largest number of ops whose saved state is alive at once.
-
-    The state of an op is alive from the op until another op frees it. Ops that no op frees do not count: a forward without a
-    backward saves nothing.
-    """
-    kept = {op for freeing in graph.ops() for op in graph.frees(freeing)}
-    return tuple(_peak(graph, ops, kept) for ops in schedule)
-
-
-def _peak(graph: Graph, ops: tuple[Op, ...], kept: set[Op]) -> int:
-    alive: set[Op] = set()
-    most = 0
-    for op in ops:
-        if op in kept:
-            alive.add(op)
-        most = max(most, len(alive))
-        alive.difference_update(graph.frees(op))
-    return most
 
 
 def _check_places(graph: Graph, schedule: Schedule) -> None:

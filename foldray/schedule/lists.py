@@ -16,9 +16,8 @@ from foldray.schedule.op import Direction, Op, Schedule
 from foldray.schedule.ordering import Ordering
 from foldray.schedule.overlaps import USUAL_LAG, Overlap
 from foldray.schedule.pipeline import passes, pipeline
-from foldray.schedule.reduction import place_reductions
+from foldray.schedule.reduction import OpCosts, by_urgency, place_reductions
 from foldray.schedule.step_graph import StepGraph
-from foldray.schedule.traffic import OpCosts, by_urgency
 from foldray.schedule.weave import weave
 
 

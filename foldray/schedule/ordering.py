@@ -10,10 +10,10 @@ from foldray.errors import UserError
 from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction
 from foldray.schedule.op import Op
 from foldray.schedule.overlaps import KINDS, Overlap, overlap_kind
+from foldray.schedule.reduction import OpCosts
 from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
 from foldray.schedule.step_ops import Place, gathers, leaves_weights
-from foldray.schedule.traffic import OpCosts
 
 _TIMED = 2  # steps that a found list goes by: the second one already runs by a found list
 

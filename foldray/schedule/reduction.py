@@ -6,15 +6,20 @@
 | `buckets` | PyTorch's DistributedDataParallel, Megatron-LM | as soon as its gradients are complete, whatever else travels |
 | `chunks` | FlowMoE, section 3.3 | when its gradients are complete and no all-to-all needs the link |
 
-This module places `chunks` like `buckets`. If the times of the ops are known, `traffic.by_urgency` then moves reductions
-behind all-to-alls.
+`place_reductions` places `chunks` like `buckets`. All-to-alls then wait for reductions that no op needs yet. If the times of the
+ops are known, `by_urgency` holds reductions back until the link is about to be idle: FlowMoE's priority of all-to-alls. FlowMoE
+polls a flag during the step. Here this is decided once, when the list is made, from times that all ranks of a pipeline position
+share.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from foldray.blueprint import Maker
+from foldray.kinds import HANDOVER, REDUCE
 from foldray.schedule.op import Op
 from foldray.schedule.step_graph import StepGraph
 
@@ -45,3 +50,74 @@ def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[
     for op in chunks:
         found.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
     return found
+
+
+class OpCosts(NamedTuple):
+    """The times of ops, in seconds. They must be the same on every rank of a pipeline position.
+
+    Args:
+        seconds: pairs of ((kind, direction, part), seconds). Ops that are not listed take no time.
+        startup, per_byte: seconds to start a reduction, and seconds per byte of its chunk.
+    """
+
+    seconds: tuple[tuple[tuple[str, str, int], float], ...]
+    startup: float
+    per_byte: float
+
+
+def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[Op, ...]:
+    """Return the same list with later reductions: each starts when the link would be idle before the next computation ends.
+
+    According to `costs`, an all-to-all then waits for at most one chunk. All other ops keep their order.
+
+    Args:
+        graph: the step.
+        order: a legal list that starts every reduction as soon as its gradients are complete.
+        costs: the times of the ops.
+    """
+    walk = _Walk(graph, costs)
+    for op in order:
+        if op.kind == REDUCE:
+            walk.waiting.append(op)
+        else:
+            walk.take(op)
+    while walk.waiting:
+        walk.post()
+    return tuple(walk.found)
+
+
+class _Walk:
+    """A pass through a list, on a clock for one position and one link."""
+
+    def __init__(self, graph: StepGraph, costs: OpCosts):
+        self.graph, self.costs, self.seconds = graph, costs, dict(costs.seconds)
+        self.now = self.link = 0.0  # when the started computation ends; when the link becomes idle
+        self.arrival: dict[Op, float] = {}
+        self.waiting: deque[Op] = deque()  # reductions whose gradients are complete
+        self.found: list[Op] = []
+
+    def take(self, op: Op) -> None:
+        """Append an op. Before an op that computes, start reductions while the link becomes idle before this op ends."""
+        if self.graph.channel(op) is not None:
+            self._travel(op)
+            return
+        end = max([self.now, *(self.arrival[need] for need in self.graph.needs(op) if need in self.arrival)]) + self._takes(op)
+        while self.waiting and max(self.link, self.now) < end:
+            self.post()
+        self.found.append(op)
+        self.now = end
+
+    def post(self) -> None:
+        """Start the reduction that has waited longest."""
+        self._travel(self.waiting.popleft())
+
+    def _travel(self, op: Op) -> None:
+        self.found.append(op)
+        if op.kind != HANDOVER:  # handovers wait for other positions, and this clock has only one position
+            self.link = max(self.link, self.now) + self._takes(op)
+            self.arrival[op] = self.link
+
+    def _takes(self, op: Op) -> float:
+        if op.kind == REDUCE:
+            return self.costs.startup + self.costs.per_byte * self.graph.chunk(op).bytes
+        return self.seconds.get((op.kind, op.direction, op.part), 0.0)

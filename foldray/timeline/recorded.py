@@ -10,8 +10,7 @@ from typing import NamedTuple, cast
 
 from foldray.kinds import ATTENTION, HANDOVER, REDUCE
 from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, OpCosts, Schedule, Span, StepGraph, times
-from foldray.timeline.simulator import Simulation
-from foldray.timeline.usage import usage
+from foldray.timeline.simulator import Simulation, usage
 
 
 class Recording(NamedTuple):
