@@ -21,7 +21,6 @@ def lower_bound(problem: Problem, keep: Sequence[int] | None = None) -> float:
       that it may keep at once.
 
     Args:
-        problem: the ops and their costs.
         keep: for every position, the most blocks that it may keep at once (`Problem.kept`). None is no limit.
     """
     bounds = [max(problem.tails, default=0.0), *_lanes(problem)]
@@ -31,12 +30,7 @@ def lower_bound(problem: Problem, keep: Sequence[int] | None = None) -> float:
 
 
 def recorded_bound(graph: StepGraph, recordings: Sequence[Recording]) -> float:
-    """Return the seconds that no list of a recorded step's ops can beat.
-
-    Args:
-        graph: the graph of the step.
-        recordings: the step as every rank has recorded it.
-    """
+    """Return the seconds that no list of a recorded step's ops can beat."""
     return lower_bound(Problem(graph, recorded_cost(graph, recordings)))
 
 

@@ -37,7 +37,6 @@ class Found(NamedTuple):
     """A schedule that was found.
 
     Args:
-        schedule: the lists of all positions.
         seconds: seconds of the step, by the simulator.
         bound: seconds that no list can beat (`lower_bound`).
         named, named_seconds: the fastest list with a name that keeps no more blocks, and its seconds.
@@ -61,15 +60,9 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
     last, local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
 
     Args:
-        graph: the graph of the step.
-        cost: the cost of every op.
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches. A position keeps a block of a
             micro-batch from the first of its ops there to the last one.
-        moves: whether local moves improve the fastest step.
         before: a schedule of the same graph that was found at other costs. No slower one is returned.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
     limits = _Limits.of(problem, ahead)
@@ -96,12 +89,6 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     """Return the fastest list of list scheduling by its own rules, without named lists and local moves.
 
     It is much quicker than `find` without moves, and may be slower than the fastest named list.
-
-    Args:
-        graph, cost, ahead: as for `find`.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
     limits, priorities = _Limits.of(problem, ahead), [ranked(problem) for ranked in _RULES.values()]

@@ -69,7 +69,6 @@ class _Position:
     """The host of a position and what waits there.
 
     Attributes:
-        order: its list so far.
         free: when the computation that it has started ends; `running` is the place of this computation in the list.
         ready: ops that compute and can start, as a heap of (priority, op).
         waiting: ops that travel and can be posted.

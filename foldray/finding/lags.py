@@ -34,9 +34,6 @@ def settle(ordering: Ordering, graph: StepGraph, stage: int, costs: OpCosts) -> 
 
     Args:
         ordering: the ordering so far. An overlap with an open lag is replaced by the fastest one (`best_overlaps`).
-        graph: the graph of the whole step.
-        stage: number of the stage.
-        costs: the measured times of the stage's ops, in seconds.
     """
     ordering = ordering._replace(costs=costs)
     if not ordering.open:

@@ -36,9 +36,7 @@ def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0
     """Return the fastest step found by swaps, beginning with `step`.
 
     Args:
-        step: the step to begin with.
         rule: the rule that it was made with; its priorities are replaced by the starts of the ops.
-        runs: most runs of the step.
         goal: seconds that no step can be faster than; the search ends there.
     """
     start = _Found(step, rule._replace(priority=step.starts))

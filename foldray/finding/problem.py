@@ -17,10 +17,6 @@ class Problem:
     Beside what the graph says, ops that add to the same gradients keep the order in which one micro-batch after the other would
     add them, so the sums have the same bits for all lists.
 
-    Args:
-        graph: the graph of the step.
-        cost: the cost of every op.
-
     Attributes:
         ops: all ops. An op comes after all ops that it needs.
         needs, users: for every op, the ops that must end before it, and the ops that wait for it.

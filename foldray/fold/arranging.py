@@ -30,8 +30,6 @@ class Room(NamedTuple):
     """Room for ranks on a node.
 
     Args:
-        node: number of the node.
-        seats: how many ranks it takes.
         kind: the ranks that it is for. Rooms of several kinds may be on one node.
     """
 
@@ -46,12 +44,8 @@ def arrange(edges: Edges, rooms: Sequence[Room], kinds: Sequence[str] | None = N
     If no other arrangement is better, ranks fill the rooms one after the other.
 
     Args:
-        edges: the fold and its traffic.
         rooms: the rooms. If they have more seats than there are ranks, some stay free.
         kinds: the kind of every rank; None is "" for all.
-
-    Raises:
-        UserError: there are fewer seats of a kind than ranks.
     """
     world = edges.fold.world_size
     kinds = [""] * world if kinds is None else list(kinds)
@@ -147,7 +141,6 @@ def _improved(traffic: np.ndarray, where: np.ndarray, rooms: Sequence[Room], kin
 
     Args:
         traffic: between each two ranks, in both directions together.
-        where: the node of every rank.
     """
     world = len(where)
     names = {name: number for number, name in enumerate(dict.fromkeys([*kinds, *(room.kind for room in rooms)]))}

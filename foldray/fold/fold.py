@@ -172,11 +172,7 @@ class Fold:
         share a node, and ep_across those with the same place among them.
 
         Args:
-            family: name of the family.
             view: the grid whose pp family is meant; None is attention's grid.
-
-        Raises:
-            UserError: no such family exists.
         """
         if family == "expert_stage":
             return self.moe.groups([axis for axis in MOE_AXES if axis != "pp"])
@@ -187,11 +183,7 @@ class Fold:
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in groups) if family == "embedding" else groups
 
     def axes(self, family: str, view: str | None = None) -> tuple[Grid, tuple[str, ...]]:
-        """Return the grid that a group family belongs to, and the axes along which its groups lie.
-
-        Raises:
-            UserError: no such family exists.
-        """
+        """Return the grid that a group family belongs to, and the axes along which its groups lie."""
         if family in _TWO_LEVELS:
             return self._two_levels, (family,)
         for name, families in FAMILIES.items():

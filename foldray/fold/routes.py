@@ -23,7 +23,6 @@ class Routes:
         """Return the ranks of an expert position that a rank of attention sends rows to, by EP index.
 
         Args:
-            rank: a rank of attention.
             position: pipeline position of the experts, from 0.
         """
         return self._copies[position][self._copy_of(rank)]
@@ -32,7 +31,6 @@ class Routes:
         """Return the ranks of an attention position that send rows to a rank of the experts.
 
         Args:
-            rank: a rank of the experts.
             position: pipeline position of attention, from 0.
         """
         place = self.fold.moe.coordinate(rank)

@@ -46,7 +46,6 @@ class Edges:
     """Traffic between pairs of ranks. Ranks count from 0, also if the fold has an offset.
 
     Args:
-        fold: the fold.
         flows: its traffic, one for each family. Groups of one rank have none.
     """
 
@@ -63,11 +62,7 @@ class Edges:
         return cls(fold, tuple(Flow(family, "exchange", each / members[family]) for family, each in heat.items()))
 
     def split(self, where: Sequence[int]) -> dict[str, Share]:
-        """Return the traffic inside and between nodes, by family.
-
-        Args:
-            where: the node of every rank.
-        """
+        """Return the traffic inside and between nodes, by family."""
         nodes = np.asarray(where)
         found = {}
         for family, (first, second, sent) in self._by_family.items():

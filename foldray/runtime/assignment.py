@@ -17,7 +17,6 @@ class Slab(NamedTuple):
     """A run of a tensor that is a matrix of its own, and holds some of the model's matrices side by side.
 
     Args:
-        parameter: the tensor.
         elements: the run, in the flat tensor.
         widths: columns of this rank's piece of each matrix. All pieces have the same number of rows.
         cut: the axis along which TP or ETP cuts the matrices; None leaves them whole.
@@ -66,7 +65,6 @@ class Assignment:
     All members must call the same methods in the same order.
 
     Args:
-        communicator: the members.
         work: the work on each item. All members are assigned about as much.
         sizes: for each item, the number of its elements that each member has.
     """

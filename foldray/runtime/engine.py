@@ -71,8 +71,6 @@ class TorchEngine:
     """The engine in plain torch: foldray's gradient buffers and norm, and an optimizer on weights in at least float32.
 
     Args:
-        optimizer: update rule, weight decay and clipping.
-        ordering: how the ranks work through a step.
         zero: 1 shards the optimizer and its weights over the ranks that hold the same parameters, 2 also frees gradients as
             they leave (ZeRO, Rajbhandari et al. 2020); 0 does neither.
     """
@@ -198,7 +196,6 @@ class StateTensor(NamedTuple):
     """A tensor of the state, of one parameter of a rank.
 
     Args:
-        parameter: the parameter.
         key: None for the weights, else a key of the optimizer's state.
         pattern: the global key, with a gap for the name of a part.
         parts: the model's parameters in it.

@@ -42,7 +42,6 @@ class Execution:
     Args:
         gradients: the buffers that sum gradients over pieces and micro-batches. Ops add gradients; the list starts their
             reduction.
-        ordering: how sequences are cut, in which order pieces run, and when gradients travel.
         reduces: whether the list reduces gradients; if not, the caller must do so.
     """
 
@@ -139,11 +138,7 @@ class Execution:
         return tuple(own if position == self._position else () for position in range(self.groups.fold.positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
-        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.
-
-        Raises:
-            UserError: the list comes from an overlap kind of the user, and is not legal.
-        """
+        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
         if graph not in self._orders:
             if own := [each.kind for each in (self.ordering.forward, self.ordering.backward) if each.kind not in KINDS]:
                 self._prove(graph, own[0])
@@ -162,11 +157,7 @@ class Execution:
             raise UserError("schedule.kind", kind, f"leaves out an op that others need: {error}", OVERLAPS) from None
 
     def _compare(self, order: tuple[Op, ...]) -> None:
-        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match.
-
-        Raises:
-            RuntimeError: the lists differ.
-        """
+        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match."""
         stage = self._stage
         own = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
         if len(set(stage.all_gather(own).tolist())) > 1:

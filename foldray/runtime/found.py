@@ -23,10 +23,7 @@ def find_together(
 
     Args:
         graph: the graph of the step, with the chunks of this rank's position.
-        recording: the recorded step of this rank.
-        costs: the times of ops at this rank's position.
         ordering: this rank's ordering of the recorded step, with the list that was found before, if there was one.
-        device: the device of the process group's tensors.
 
     Returns:
         This rank's list, and, on rank 0, everything that was found.

@@ -41,7 +41,6 @@ class Section(NamedTuple):
 
     Args:
         makers: the ops that they come from (`Ownership.makers`).
-        parameters: at least one parameter.
     """
 
     makers: tuple[Maker, ...]
@@ -56,7 +55,6 @@ class GradientBuffer:
     """The gradients of one class, flat, in at least float32.
 
     Args:
-        name: the gradient class.
         sections: at least one section, in the order in which backward completes them.
         communicator: the ranks over which gradients are summed.
         sharded: whether a rank gets only the sums that it owns.
@@ -190,7 +188,6 @@ class Gradients:
 
     Args:
         zero: 0 gives every rank all sums, 1 only the sums that it owns, 2 also frees gradients as they leave.
-        owners: the rules by which ranks own sums.
     """
 
     def __init__(self, model: Transformer, groups: Groups, zero: int = 0, owners: Owners | None = None):

@@ -34,7 +34,6 @@ class _Bypass(NamedTuple):
     """The data that go from the router of a piece to the sum of its rows, past the experts; in backward, their gradients.
 
     Args:
-        weight_TK: the weights of assignments.
         residual_BsH: the residual stream, with the output of the shared expert.
     """
 
@@ -43,12 +42,7 @@ class _Bypass(NamedTuple):
 
 
 class _Aside(NamedTuple):
-    """The data of a slice that do not travel with its keys and values; in backward, their gradients.
-
-    Args:
-        q_BNSD: queries.
-        residual_BsH: the residual stream.
-    """
+    """The data of a slice that do not travel with its keys and values; in backward, their gradients."""
 
     q_BNSD: torch.Tensor
     residual_BsH: torch.Tensor
@@ -58,16 +52,12 @@ class MicroBatch:
     """The state of a micro-batch, or of a part of one, and its ops.
 
     Args:
-        graph: the graph of the step.
         batch: its whole sequences.
-        sum_of: returns the sum of a parameter's gradients.
         weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
         now: returns the moment that `graphs.began` has.
 
     Attributes:
-        losses: this rank's contributions so far.
         flight: rows and counts that travel, or wait to travel, by the op that sends them.
-        graphs: computes ops and their gradients.
     """
 
     def __init__(
@@ -312,7 +302,6 @@ class MicroBatch:
         """Route a piece.
 
         Args:
-            layer: the layer, or its half.
             rows_of: normed tokens and their routing → rows, weights and what else leaves, and what is kept aside.
 
         Returns:

@@ -71,10 +71,7 @@ class Muon(torch.optim.Optimizer):
     in float64.
 
     Args:
-        spec: the update rule.
         model: this rank's model. It must have such a matrix.
-        groups: the fold's communicators.
-        gradients: the buffers of the gradients.
         masters: by parameter, what this rank updates: all of it or, if the optimizer is sharded, its own elements, flat.
     """
 
@@ -127,9 +124,6 @@ class _Round:
     """Some matrices of one gradient class, which are updated at once.
 
     Args:
-        spec: the update rule.
-        buffer: the gradients of the class.
-        slabs: the slabs of the matrices.
         cutters: the ranks among which matrices are cut.
         masters: by parameter, what this rank updates.
     """

@@ -108,12 +108,6 @@ class _Built(NamedTuple):
 class OpGraphs:
     """Computes ops and their gradients.
 
-    Args:
-        graph: the graph of the step.
-        sum_of: returns the sum of a parameter's gradients.
-        training: whether ops go backward.
-        now: returns the moment that `began` has.
-
     Attributes:
         began: the moment at which the last op that computes began to compute, after all waiting.
     """

@@ -24,7 +24,6 @@ class Shard:
     Args:
         key: the global name of the tensor (`Engine.state`).
         tensor: the values of the box. The engine trains with them, so they change at the next update.
-        shape: shape of the whole tensor.
         offset: first index of the box on each axis.
     """
 
@@ -88,7 +87,6 @@ def cut(own: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece
         start: number of the run's first element in the parameter.
         index: where the model's parameter is in that of the rank.
         piece: the box of the model's parameter that is there.
-        key: the name of the shards.
     """
     done = 0
     for box in boxes(shape, start, start + own.numel()):

@@ -43,7 +43,6 @@ class Half(NamedTuple):
     """The attention of a block with what comes before it, or its experts, or the end of the model.
 
     Args:
-        position: the pipeline position.
         ops: the forward ops that compute, for the first micro-batch, in order.
         units: units of time of its forward.
     """
@@ -86,7 +85,6 @@ def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
     """Return the lists of all positions, without the reductions of gradients.
 
     Args:
-        graph: a step whose experts have positions of their own.
         alive: most micro-batches that have started and not ended. None is the fewest with which the step is nearly as fast as
             with three for every position: one there, one that comes and one that goes.
     """

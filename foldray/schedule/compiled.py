@@ -72,19 +72,15 @@ class CompiledSchedule(Generic[Class]):
     """The lists of a schedule, with numbers instead of ops.
 
     Args:
-        graph: the graph of the ops.
-        schedule: the list of every position.
         cost_class: op → a class. Ops of one class have the same cost.
         partial: whether ops that no list has count as done at time zero. Otherwise an op that needs such an op never starts.
 
     Attributes:
         ops: all ops, by number.
-        number: the number of every op.
         lists: the list of every position, as numbers of ops.
         classes: the cost classes, in the order in which `run` takes costs.
         class_of: for every op, the number of its class.
         channel_of: for every op, the number of its channel; -1 if the op computes.
-        places: for every op, the positions that take part.
         queues: for every channel, its ops in order.
         waits: for every op that computes, the ops that must end before it. Earlier computing ops of the same list are left
             out.
@@ -189,7 +185,6 @@ class CompiledSchedule(Generic[Class]):
 
         Args:
             costs: the cost of every class, in the order of `classes`; each has at least one lane.
-            host: what the hosts need; None is no time.
 
         Raises:
             ScheduleError: the positions wait for each other.
@@ -199,11 +194,7 @@ class CompiledSchedule(Generic[Class]):
         return self.one_pass([sum(seconds for _, seconds in each) for each in costs])
 
     def run_once(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
-        """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first.
-
-        Raises:
-            ScheduleError: the positions wait for each other.
-        """
+        """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first."""
         return _EventRun(self, costs, host).times()
 
     def contended(self, costs: Sequence[LaneSeconds]) -> bool:

@@ -44,13 +44,9 @@ class PipelineGraph:
     """A pipeline whose smallest pieces are stages. `stage_positions` assigns the stages to positions.
 
     Args:
-        pp: number of pipeline positions.
-        micro_batches: micro-batches of one optimizer step.
-        virtual_stages: stages per position.
         backward: False for evaluation: no op goes backward and no state is kept.
 
     Raises:
-        UserError: virtual_stages < 1, or virtual_stages > 1 with pp = 1.
         ValueError: pp or micro_batches < 1.
     """
 

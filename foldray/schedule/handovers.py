@@ -23,7 +23,6 @@ def with_handovers(graph: Graph, orders: Schedule) -> Schedule:
     A position waits only before an op that computes, so the positions cannot wait for each other in a circle.
 
     Args:
-        graph: the graph of the schedule.
         orders: for every position, its ops that compute, without handovers.
 
     Raises:
@@ -68,7 +67,6 @@ def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict
     """Return when each op begins and ends. The times are those of `unit_times` without communication, but found faster.
 
     Args:
-        graph: the graph of the schedule.
         orders: for every position, tuples of ops that compute. The ops of a tuple run at once: they begin together when all
             that they need is there, and end together.
     """

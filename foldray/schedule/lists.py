@@ -31,13 +31,9 @@ def step_schedule(
     """Return the lists of all positions: the stages in the pipeline's order with all their ops, and the reductions.
 
     Args:
-        forward: overlap of the forward.
         backward: overlap of the backward; None is the same as `forward`.
         reduction: when `graph.chunks` are reduced; None is at the end.
         costs: the times of the ops, if they are known (`Ordering`).
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     return ordered_schedule(graph, Ordering(forward, backward or forward, reduction=reduction or Reduction(), costs=costs))
 
@@ -48,11 +44,7 @@ def ordered_schedule(graph: StepGraph, ordering: Ordering) -> Schedule:
 
 
 def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[Op, ...]:
-    """Return the list of one pipeline position.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
-    """
+    """Return the list of one pipeline position."""
     if ordering.found is not None and ordering.found.graph == graph:
         return ordering.found.order
     if graph.apart:
@@ -80,7 +72,6 @@ def expand(
 
     Args:
         stages: `stage` and `handover` ops of the position, in order.
-        forward, backward: as for `step_schedule`.
         woven: pairs of a forward and a backward whose ops go in turns (`weave`).
     """
     settings, stages = {"F": forward, "B": backward or forward}, tuple(stages)
@@ -111,9 +102,7 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
     """Return the ops of one pass of a stage, with collectives, for the parts of the first micro-batch.
 
     Args:
-        stage: number of the virtual stage.
         direction: F or B. A backward pass includes recomputation (R).
-        overlap: how the pieces of the stage overlap.
     """
     layers, row = list(graph.layers[stage]), overlap.row
     has_head = stage == len(graph.stages) - 1

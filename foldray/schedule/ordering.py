@@ -23,7 +23,6 @@ class FoundList(NamedTuple):
 
     Args:
         graph: the graph of the step. Steps with another graph have lists by name.
-        order: the list of this rank's position.
         timed: number of steps whose times have led to it. Each of them but the first one had the list that was found before.
     """
 
@@ -40,7 +39,6 @@ class Ordering(NamedTuple):
         slicing: how sequences are cut, in tokens of the whole sequence. None is whole sequences of any length.
         recompute: kinds of ops whose forward runs again before their backward.
         batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
-        reduction: when gradients are reduced.
         weights_apart: whether gradients of weights are ops of their own, while others travel (`StepGraph.later`).
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches, for a kind that is found.
         alive: most micro-batches that have started and not ended, if the experts have ranks of their own (`af_pipe`). None is as
@@ -100,9 +98,7 @@ class Ordering(NamedTuple):
         """Return the graph of a step in this ordering.
 
         Args:
-            ownership: the model, the fold and the positions of blocks.
             stages, ragged, backward, chunks: as in `StepGraph`.
-            length: tokens of a sequence.
             micro_batches: number of micro-batches, or of their parts.
         """
         model, fold = ownership.model, ownership.fold
@@ -128,8 +124,6 @@ class Sequences(NamedTuple):
     """The sequences to cut.
 
     Args:
-        length: tokens of a sequence.
-        cost: cost of a slice of attention.
         multiple_of: the length of every slice is a multiple of this number of tokens.
     """
 
@@ -138,11 +132,7 @@ class Sequences(NamedTuple):
     multiple_of: int = 1
 
     def cut(self, slicing: str, degree: int) -> Slicing:
-        """Cut a sequence into `degree` pieces (`slice_sequence`).
-
-        Raises:
-            UserError: the sequence cannot be cut in this way.
-        """
+        """Cut a sequence into `degree` pieces (`slice_sequence`)."""
         return slice_sequence(slicing, self.length, degree, self.cost, self.multiple_of)
 
     def cut_for(
@@ -151,12 +141,8 @@ class Sequences(NamedTuple):
         """Cut a sequence as a kind of overlap needs it; None for a degree of 1, which cuts nothing.
 
         Args:
-            kind: overlap kind of the forward.
             slicing: how attention is cut, one of `SLICINGS`.
             slices: lengths of attention's slices in tokens; None lets `slicing` choose them.
-
-        Raises:
-            UserError: no kind has this name, or the sequence cannot be cut in this way.
         """
         if degree == 1:
             return None
@@ -174,12 +160,6 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     a found list may keep. DEGREE is 1 by default, and BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have
     the defaults of the kind; `flow` has two parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering, except
     for `weave` and `list`.
-
-    Args:
-        length, cost, multiple_of: the sequences to cut (`Sequences`).
-
-    Raises:
-        UserError: the name has no known kind or another form, or the sequence cannot be cut in this way.
     """
     order, plus, how = name.partition("+")
     order, at, parts = order.partition("@")

@@ -18,7 +18,6 @@ class OverlapKind(NamedTuple):
     """A way in which the pieces of a stage's blocks overlap, or the pieces of a whole step.
 
     Args:
-        name: the name in recipes.
         source: the paper or project that it comes from.
         hides: the communication that it hides, in one line.
         order: (run, lag) → the forward order of the run's computation. None is for experts with ranks of their own: a stage
@@ -108,11 +107,7 @@ SEARCHED = tuple(name for name, row in OVERLAPS.items() if row.searched)
 
 
 def overlap_kind(name: str) -> OverlapKind:
-    """Return a row by its name, or by `module:NAME`.
-
-    Raises:
-        UserError: no row has this name, or `module:NAME` cannot be imported or is not an `OverlapKind`.
-    """
+    """Return a row by its name, or by `module:NAME`."""
     return find_row("schedule.kind", KINDS, OverlapKind, name)
 
 

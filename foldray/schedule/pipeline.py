@@ -25,8 +25,8 @@ def pipeline(graph: PipelineGraph, woven: bool = False) -> Schedule:
 
     Args:
         woven: whether the two passes of a pair run at once, after more warm-up forwards (`passes`). The backward of a pair
-            follows its forward in the list; `weave` orders their ops. Since the backward frees a block for each that the forward fills, a
-            position keeps the activations of its warm-up and of one more block.
+            follows its forward in the list; `weave` orders their ops. Since the backward frees a block for each that the forward
+            fills, a position keeps the activations of its warm-up and of one more block.
     """
     check_pipeline(graph)
     positions = range(graph.pp)
@@ -38,11 +38,7 @@ def pipeline(graph: PipelineGraph, woven: bool = False) -> Schedule:
 
 
 def check_pipeline(graph: PipelineGraph) -> None:
-    """Raise an error for a graph for which `pipeline` has no schedule.
-
-    Raises:
-        UserError: there are virtual stages, and micro_batches is not a multiple of pp.
-    """
+    """Raise an error for a graph for which `pipeline` has no schedule."""
     if graph.backward and graph.virtual_stages > 1 and not graph.full_rounds:
         rule = f"interleaving needs the micro-batches of a step ({graph.micro_batches}) to be a multiple of pp={graph.pp}"
         raise UserError("schedule.virtual_stages", graph.virtual_stages, rule, [1])
@@ -52,9 +48,7 @@ class Passes(NamedTuple):
     """The `stage` ops of a position, in order.
 
     Args:
-        warm_up: forwards.
         pairs: a forward and a backward in turns. If they are woven, the two passes of a pair do not need each other.
-        cool_down: backwards.
     """
 
     warm_up: tuple[Op, ...]
@@ -70,8 +64,6 @@ def passes(graph: PipelineGraph, position: int, woven: bool = False) -> Passes:
     """Return the `stage` ops of a position.
 
     Args:
-        graph: the pipeline.
-        position: number of the position.
         woven: whether the two passes of a pair run at once. The position then warms up with one more forward, so that the
             backward of a pair never waits for its forward. Both passes end with the pair. So a position warms up with two
             forwards more than the next one, as in the interleaved schedule; with one more, two positions would take turns.

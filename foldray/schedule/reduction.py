@@ -28,9 +28,7 @@ def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind:
     """Return a position's list with the reductions of its chunks (`graph.chunks`) inserted.
 
     Args:
-        graph: the step.
         order: all other ops of the position, with collectives.
-        position: number of the pipeline position.
         kind: `end` puts the reductions last. Every other kind puts a reduction where its gradients are complete.
     """
     chunks = list(graph.reductions(position))
@@ -71,9 +69,7 @@ def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[O
     According to `costs`, an all-to-all then waits for at most one chunk. All other ops keep their order.
 
     Args:
-        graph: the step.
         order: a legal list that starts every reduction as soon as its gradients are complete.
-        costs: the times of the ops.
     """
     walk = _Walk(graph, costs)
     for op in order:

@@ -120,14 +120,8 @@ def slice_sequence(kind: str, length: int, degree: int, cost: SliceCost, multipl
 
     Args:
         kind: how attention is cut, one of `SLICINGS`.
-        length: tokens of the sequence.
-        degree: number of slices.
         cost: cost of a slice, for `algorithm1` and `time_uniform`.
         multiple_of: every length is a multiple of this number of tokens, so that ranks can share each slice.
-
-    Raises:
-        UserError: the kind is unknown; length, degree or `multiple_of` is less than 1; length is not a multiple of
-            `multiple_of`, or too short for `degree` slices.
     """
     if kind not in SLICINGS:
         raise UserError("schedule.slicing", kind, "is no kind of slicing", SLICINGS)
@@ -166,11 +160,6 @@ def algorithm1(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int =
 
     Args:
         micro_batches: lengths of the MoE micro-batches, in tokens.
-        cost: cost of a slice.
-        multiple_of: every length is a multiple of this number of tokens.
-
-    Returns:
-        Lengths of the slices, in tokens.
     """
 
     def flops(tokens: int, context: int) -> float:
@@ -201,11 +190,6 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
 
     Args:
         micro_batches: lengths of the MoE micro-batches, in tokens.
-        cost: cost of a slice.
-        multiple_of: every length is a multiple of this number of tokens.
-
-    Returns:
-        Lengths of the slices, in tokens.
     """
     needed = [tokens // multiple_of for tokens in accumulate(micro_batches)]
 
@@ -226,7 +210,6 @@ def _furthest(needed: Sequence[int], before: Callable[[int], float], limit: floa
     Args:
         needed: units that the first j slices must have at least, for j = 1, 2, …
         before: unit → cost of the sequence before this unit.
-        limit: largest cost of a slice.
 
     Returns:
         Lengths of the slices, in units of `multiple_of` tokens.

@@ -73,7 +73,6 @@ class StepOps:
     Args:
         stages: the blocks of every virtual stage, in order.
         slicing: the cut of a rank's share of every sequence.
-        pp: number of pipeline positions.
         micro_batches: micro-batches of one optimizer step, or their parts if `batch_degree` cuts them.
         ragged: whether ranks exchange row counts before rows. Otherwise experts have room for a fixed number of rows.
         recompute: kinds of ops whose forward runs again, as a separate op (R), before their backward.

@@ -25,7 +25,6 @@ def weave(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tu
     """Return the ops of two passes of stages in turns. A turn ends with an all-to-all of its pass. The backward begins.
 
     Args:
-        graph: the step.
         forward, backward: the ops of the two passes, with collectives and handovers.
     """
     turns = zip_longest(_turns(backward), _turns(forward), fillvalue=())

@@ -49,7 +49,6 @@ def perfetto(graph: Graph, ranks: Sequence[Mapping[Op, Span]], begin: float = 0.
     Every rank is a process. It has one track for computation and one for each class of traffic.
 
     Args:
-        graph: the graph of the ops.
         ranks: the spans of every rank, in seconds.
         begin: the time that becomes zero, in seconds.
     """

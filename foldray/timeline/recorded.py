@@ -159,8 +159,6 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale:
     the last rank had started it and the collective before it on the same channel had ended.
 
     Args:
-        graph: the graph of the recorded step.
-        recordings: one recording per rank.
         shown: the rank whose spans the result has.
         scale: factors on the recorded seconds, to ask what the step would take with other ops.
 
@@ -205,7 +203,6 @@ def message_seconds(graph: StepGraph, recordings: Sequence[Recording]) -> dict[t
     """Return the seconds of what travels between positions, by (kind, direction, part): medians over blocks and micro-batches.
 
     Args:
-        graph: the graph of the recorded step.
         recordings: for every position, recorded messages of one rank, after one op that computes there.
     """
     took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
@@ -219,7 +216,6 @@ def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
     """Return the times of a recorded step's ops, for `by_urgency` and `settle`: medians over blocks and micro-batches.
 
     Args:
-        graph: the graph of the recorded step.
         recordings: recordings of the ranks of one pipeline position.
     """
     cost = recorded_cost(graph, recordings)
@@ -248,7 +244,6 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
     """Return all recorded slices of attention for `SliceCost.measured`, with medians over blocks and micro-batches.
 
     Args:
-        graph: the graph of the recorded step.
         spans: the recorded spans, with forward and backward of every slice.
         ranks: number of ranks that share a sequence (cp·tp).
 

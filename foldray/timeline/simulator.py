@@ -37,9 +37,7 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
     number counts those of them that were in flight during such computation.
 
     Args:
-        graph: the graph of the step.
         order: the list of one rank.
-        spans: the span of every op of the list.
     """
     users: dict[Op, int] = {}  # collective → index of the first op that needs it
     for place, op in enumerate(order):
@@ -76,7 +74,6 @@ class Simulation(NamedTuple):
 
     Args:
         spans: the span of every op, in the unit of the costs.
-        seconds: time from the start of the step to the end of the last op.
         usage: usage of every position.
     """
 
