@@ -50,8 +50,11 @@ def _lanes(problem: Problem) -> list[float]:
 
 def _memory(problem: Problem, position: int, most: int) -> float:
     """Return the bound of a position's memory: it keeps each block for the longest path from the block's first op to its last."""
-    own, known, total = _by_micro_batch(problem), dict[object, float](), 0.0
-    for ops in own.values():
+    by_micro_batch, known, total = defaultdict[int, list[int]](list), dict[object, float](), 0.0
+    for i, group in enumerate(problem.group):
+        if group >= 0:
+            by_micro_batch[group].append(i)
+    for ops in by_micro_batch.values():
         # Micro-batches have equal ops. Most have equal costs, too.
         costs = tuple(sorted((*problem.relative(i), problem.seconds[i]) for i in ops))
         if costs not in known:
@@ -59,14 +62,6 @@ def _memory(problem: Problem, position: int, most: int) -> float:
             known[costs] = sum(_longest(problem, ops, position, block) for block in blocks)
         total += known[costs]
     return total / most
-
-
-def _by_micro_batch(problem: Problem) -> dict[int, list[int]]:
-    found = defaultdict[int, list[int]](list)
-    for i, group in enumerate(problem.group):
-        if group >= 0:
-            found[group].append(i)
-    return found
 
 
 def _longest(problem: Problem, ops: Sequence[int], position: int, block: tuple[int, int]) -> float:

@@ -72,8 +72,11 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
     given = [within[name], *([_Timed.of(problem, before, cost)] if before else [])]
     # The order of `weave` leads to good lists even where it needs too much memory itself.
     followed = [*given, *(named[kind] for kind in (WEAVE.name,) if kind in named and kind != name)]
-    priorities = [*(ranked(problem) for ranked in _RULES.values()), *(each.starts(problem) for each in followed)]
-    rules = [*_rules(problem, limits.keeps, limits.left, priorities), *(each.rule(problem, limits) for each in given)]
+    priorities = [*(_ranked(problem, key) for key in _KEYS), *(each.starts(problem) for each in followed)]
+    rules = [
+        *_rules(problem, (limits.own, limits.some, limits.most), limits.left, priorities),
+        *(each.rule(problem, limits) for each in given),
+    ]
     bound = lower_bound(problem, limits.most)
     quickest = _quickest(problem, rules, cost)
     runs = min(_MOST_RUNS, max(0, _WORK // len(problem.ops) - len(rules))) if moves else 0
@@ -91,7 +94,7 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     It is much quicker than `find` without moves, and may be slower than the fastest named list.
     """
     problem = Problem(graph, cost)
-    limits, priorities = _Limits.of(problem, ahead), [ranked(problem) for ranked in _RULES.values()]
+    limits, priorities = _Limits.of(problem, ahead), [_ranked(problem, key) for key in _KEYS]
     step, _ = _quickest(problem, _rules(problem, (limits.most,), limits.left, priorities), cost)
     if graph.apart:
         return _received_early(problem, _Timed.of(problem, step.schedule(problem), cost), limits, cost).schedule
@@ -163,10 +166,6 @@ class _Limits(NamedTuple):
             left = tuple(map(max, problem.left(plain), (blocks_left(count, ahead) for count in blocks)))
         return cls(kept, some, most, left)
 
-    @property
-    def keeps(self) -> tuple[tuple[int, ...], ...]:
-        return self.own, self.some, self.most
-
     def allow(self, problem: Problem, schedule: Schedule) -> bool:
         pairs = zip((*problem.kept(schedule), *problem.left(schedule)), (*self.most, *self.left), strict=True)
         return all(count <= limit for count, limit in pairs)
@@ -228,30 +227,17 @@ def _named(graph: StepGraph) -> dict[str, Schedule]:
     return {name: lists for lists, name in names.items()}
 
 
-Priorities = Callable[[Problem], list[float]]
+_KEYS: Sequence[Callable[[Problem, int], tuple[float, ...]]] = (
+    lambda problem, i: (-problem.tails[i],),  # the longest path to the end goes first
+    lambda problem, i: (problem.group[i], -problem.tails[i]),  # the oldest micro-batch
+    lambda problem, i: (problem.ops[i].direction == "F", problem.group[i], -problem.tails[i]),  # backward, to end early
+)
+"""Priorities of ops in list scheduling: (problem, number of the op) → a key."""
 
 
-def _longest_path(problem: Problem) -> list[float]:
-    """What most time depends on goes first."""
-    return _ranked(problem, lambda i: (-problem.tails[i],))
-
-
-def _oldest(problem: Problem) -> list[float]:
-    """The oldest micro-batch goes first."""
-    return _ranked(problem, lambda i: (problem.group[i], -problem.tails[i]))
-
-
-def _backward(problem: Problem) -> list[float]:
-    """Backward goes first, so that micro-batches end early."""
-    return _ranked(problem, lambda i: (problem.ops[i].direction == "F", problem.group[i], -problem.tails[i]))
-
-
-_RULES: Mapping[str, Priorities] = {"longest path": _longest_path, "oldest": _oldest, "backward": _backward}
-
-
-def _ranked(problem: Problem, key: Callable[[int], tuple[float, ...]]) -> list[float]:
+def _ranked(problem: Problem, key: Callable[[Problem, int], tuple[float, ...]]) -> list[float]:
     """Return the rank of every op by a key. Gradients of weights go last: nobody waits for them before the end."""
-    order = sorted(range(len(problem.ops)), key=lambda i: (problem.ops[i].direction == "W", key(i), i))
+    order = sorted(range(len(problem.ops)), key=lambda i: (problem.ops[i].direction == "W", key(problem, i), i))
     ranks = [0.0] * len(order)
     for rank, i in enumerate(order):
         ranks[i] = float(rank)

@@ -147,14 +147,11 @@ class TorchEngine:
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
         """Return the optimizer's state of a parameter. Before the first step, it is made with zeros."""
         master = self.masters[parameter]
-        memory = self._optimizer_of(parameter).state[master]
+        updates = next(each for each, _ in self.optimizers if isinstance(each, Muon) == (parameter in self._hidden))
+        memory = updates.state[master]
         if key == "step":
             return memory.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None))
         return memory.setdefault(key, torch.zeros_like(master))
-
-    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """Return the optimizer that updates a parameter."""
-        return next(each for each, _ in self.optimizers if isinstance(each, Muon) == (parameter in self._hidden))
 
     def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter, or of a tensor of its shape, that this rank's optimizer has.

@@ -24,7 +24,7 @@ from foldray.schedule.overlaps import (
     OverlapKind,
     overlap_kind,
 )
-from foldray.schedule.pipeline import check_pipeline, computed, passes, pipeline
+from foldray.schedule.pipeline import check_pipeline, passes, pipeline
 from foldray.schedule.reduction import OpCosts, place_reductions
 from foldray.schedule.slicing import SLICINGS, SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph

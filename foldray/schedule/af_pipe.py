@@ -100,7 +100,7 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
     passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
     orders: list[list[Op]] = [[] for _ in range(positions)]
     spans: dict[Op, tuple[int, int]] = {}
-    forwards, backwards = zip(*((half.ops, tuple(_mirrored(graph, half.ops))) for half in halves), strict=True)
+    forwards, backwards = zip(*((half.ops, tuple(graph.mirrored(half.ops))) for half in halves), strict=True)
     ticks = max(map(len, backwards))  # of a unit of time, so that all ops of a half have whole numbers of ticks
     for each, start in passes:
         half = halves[each.half]
@@ -139,12 +139,6 @@ def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
             yield op._replace(kind=FFN)
         while routes and graph.tokens(routes[0]).stop <= graph.tokens(op).stop:
             yield routes.pop(0)
-
-
-def _mirrored(graph: StepGraph, ops: tuple[Op, ...]) -> Iterator[Op]:
-    for op in reversed(ops):
-        yield from graph.rerun(op)
-        yield op._replace(direction="B")
 
 
 def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:

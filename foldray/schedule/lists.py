@@ -6,7 +6,7 @@ of a stage is the mirror image of a forward order. A collective starts as soon a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HANDOVER, HEAD, MERGE, PROJECT, ROUTE, STAGE
 from foldray.schedule.af_pipe import af_pipe
@@ -114,7 +114,7 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
         order += row.order(run, overlap.lag or USUAL_LAG)
         if row.drains and blocks[-1] in graph.heads:
             order += group(graph, HEAD, blocks[-1])
-    return _with_collectives(graph, order if direction == "F" else list(_mirrored(graph, order)))
+    return _with_collectives(graph, order if direction == "F" else list(graph.mirrored(order)))
 
 
 def _handover(graph: StepGraph, stage: int, direction: Direction) -> tuple[Op, ...]:
@@ -140,12 +140,8 @@ def _head_at_once(graph: StepGraph, order: tuple[Op, ...]) -> tuple[Op, ...]:
     """Let every piece of the head go backward right after its forward, so that the logits of one piece exist at a time."""
     if not graph.backward:
         return order
-    pairs = ((op, op._replace(direction="B")) if op.kind == HEAD else (op,) for op in order if not _backward_of_head(op))
-    return tuple(op for pair in pairs for op in pair)
-
-
-def _backward_of_head(op: Op) -> bool:
-    return op.kind == HEAD and op.direction == "B"
+    others = (op for op in order if (op.kind, op.direction) != (HEAD, "B"))
+    return tuple(each for op in others for each in ((op, op._replace(direction="B")) if op.kind == HEAD else (op,)))
 
 
 def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
@@ -169,12 +165,6 @@ def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op,
         found += (op for op in waiting if op.kind != HEAD)
         waiting = [op for op in waiting if op.kind == HEAD]
     return (*found, *waiting)
-
-
-def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:
-    for op in reversed(order):
-        yield from graph.rerun(op)
-        yield op._replace(direction="B")
 
 
 def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:

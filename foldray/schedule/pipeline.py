@@ -31,7 +31,7 @@ def pipeline(graph: PipelineGraph, woven: bool = False) -> Schedule:
     check_pipeline(graph)
     positions = range(graph.pp)
     if not (woven and graph.backward):
-        return with_handovers(graph, tuple(computed(graph, position) for position in positions))
+        return with_handovers(graph, tuple(passes(graph, position).ops for position in positions))
     orders = [passes(graph, position, woven=True) for position in positions]
     units = [[*((op,) for op in order.warm_up), *order.pairs, *((op,) for op in order.cool_down)] for order in orders]
     return place_handovers(graph, tuple(order.ops for order in orders), unit_spans(graph, units))
@@ -77,11 +77,6 @@ def passes(graph: PipelineGraph, position: int, woven: bool = False) -> Passes:
     warm_up = min(warm_up + woven, len(forwards))
     steady = len(forwards) - warm_up
     return Passes(forwards[:warm_up], tuple(zip(forwards[warm_up:], backwards[:steady], strict=True)), backwards[steady:])
-
-
-def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
-    """Return the `stage` ops of a position in order: warm-up forwards, then pairs of a forward and a backward, then backwards."""
-    return passes(graph, position).ops
 
 
 def _passes(graph: PipelineGraph, direction: Direction, position: int) -> tuple[Op, ...]:

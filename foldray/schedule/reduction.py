@@ -71,49 +71,34 @@ def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[O
     Args:
         order: a legal list that starts every reduction as soon as its gradients are complete.
     """
-    walk = _Walk(graph, costs)
+    seconds = dict(costs.seconds)
+    now = link = 0.0  # when the started computation ends; when the link becomes idle
+    arrival: dict[Op, float] = {}
+    waiting: deque[Op] = deque()  # reductions whose gradients are complete
+    moved: list[Op] = []
+
+    def duration(op: Op) -> float:
+        if op.kind == REDUCE:
+            return costs.startup + costs.per_byte * graph.chunk(op).bytes
+        return seconds.get((op.kind, op.direction, op.part), 0.0)
+
+    def travel(op: Op) -> None:
+        nonlocal link
+        moved.append(op)
+        if op.kind != HANDOVER:  # handovers wait for other positions, and this clock has only one position
+            arrival[op] = link = max(link, now) + duration(op)
+
     for op in order:
         if op.kind == REDUCE:
-            walk.waiting.append(op)
+            waiting.append(op)
+        elif graph.channel(op) is not None:
+            travel(op)
         else:
-            walk.take(op)
-    while walk.waiting:
-        walk.post()
-    return tuple(walk.found)
-
-
-class _Walk:
-    """A pass through a list, on a clock for one position and one link."""
-
-    def __init__(self, graph: StepGraph, costs: OpCosts):
-        self.graph, self.costs, self.seconds = graph, costs, dict(costs.seconds)
-        self.now = self.link = 0.0  # when the started computation ends; when the link becomes idle
-        self.arrival: dict[Op, float] = {}
-        self.waiting: deque[Op] = deque()  # reductions whose gradients are complete
-        self.found: list[Op] = []
-
-    def take(self, op: Op) -> None:
-        """Append an op. Before an op that computes, start reductions while the link becomes idle before this op ends."""
-        if self.graph.channel(op) is not None:
-            self._travel(op)
-            return
-        end = max([self.now, *(self.arrival[need] for need in self.graph.needs(op) if need in self.arrival)]) + self._takes(op)
-        while self.waiting and max(self.link, self.now) < end:
-            self.post()
-        self.found.append(op)
-        self.now = end
-
-    def post(self) -> None:
-        """Start the reduction that has waited longest."""
-        self._travel(self.waiting.popleft())
-
-    def _travel(self, op: Op) -> None:
-        self.found.append(op)
-        if op.kind != HANDOVER:  # handovers wait for other positions, and this clock has only one position
-            self.link = max(self.link, self.now) + self._takes(op)
-            self.arrival[op] = self.link
-
-    def _takes(self, op: Op) -> float:
-        if op.kind == REDUCE:
-            return self.costs.startup + self.costs.per_byte * self.graph.chunk(op).bytes
-        return self.seconds.get((op.kind, op.direction, op.part), 0.0)
+            end = max([now, *(arrival[need] for need in graph.needs(op) if need in arrival)]) + duration(op)
+            while waiting and max(link, now) < end:
+                travel(waiting.popleft())
+            moved.append(op)
+            now = end
+    for op in waiting:
+        travel(op)
+    return tuple(moved)

@@ -12,7 +12,7 @@ and `part` is the number of the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -251,6 +251,12 @@ class StepOps:
             return ()
         kinds = (self.entry, ATTENTION) if op.kind == ATTENTION and self.gathers else (op.kind,)
         return tuple(op._replace(kind=kind, direction="R") for kind in kinds)
+
+    def mirrored(self, forwards: Sequence[Op]) -> Iterator[Op]:
+        """Return the backwards of forward ops in reverse order, each after what runs again for it."""
+        for op in reversed(forwards):
+            yield from self.rerun(op)
+            yield op._replace(direction="B")
 
     def weights(self, op: Op) -> tuple[Op, ...]:
         """Return the op with the gradients of weights that the backward of an op leaves, if it leaves them."""

@@ -148,11 +148,7 @@ Scale = Callable[[Op, int], float]
 """(op, rank) → factor on the seconds of an op; the rank is -1 for an op that several ranks share."""
 
 
-def _as_recorded(op: Op, rank: int) -> float:
-    return 1.0
-
-
-def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale: Scale = _as_recorded) -> Simulation:
+def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale: Scale = lambda op, rank: 1.0) -> Simulation:
     """Run a recorded step again on the simulator's clock.
 
     An op that computes takes as long as it did on its rank. A collective takes the time until its end, from the moment when
