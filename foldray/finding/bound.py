@@ -68,10 +68,10 @@ def _longest(problem: Problem, ops: Sequence[int], position: int, block: tuple[i
     """Return the longest path between ops of a block at a position, among the ops of its micro-batch."""
     paths, longest = dict[int, float](), 0.0
     for i in ops:
-        own = problem.channel[i] < 0 and problem.block[i] == block and problem.places[i][0] == position
+        of_block = problem.channel[i] < 0 and problem.block[i] == block and problem.places[i][0] == position
         before = [paths[need] for need in problem.needs[i] if need in paths]
-        if before or own:
+        if before or of_block:
             paths[i] = max(before, default=0.0) + problem.seconds[i]
-            if own:
+            if of_block:
                 longest = max(longest, paths[i])
     return longest

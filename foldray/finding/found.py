@@ -67,15 +67,15 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
     problem = Problem(graph, cost)
     limits = _Limits.of(problem, ahead)
     named = {name: _Timed.of(problem, lists, cost) for name, lists in _named(graph).items()}
-    within = {name: each for name, each in named.items() if limits.allow(problem, each.schedule)}
+    within = {name: timed for name, timed in named.items() if limits.allow(problem, timed.schedule)}
     name = min(within, key=lambda name: within[name].seconds)
     given = [within[name], *([_Timed.of(problem, before, cost)] if before else [])]
     # The order of `weave` leads to good lists even where it needs too much memory itself.
     followed = [*given, *(named[kind] for kind in (WEAVE.name,) if kind in named and kind != name)]
-    priorities = [*(_ranked(problem, key) for key in _KEYS), *(each.starts(problem) for each in followed)]
+    priorities = [*(_ranked(problem, key) for key in _KEYS), *(timed.starts(problem) for timed in followed)]
     rules = [
         *_rules(problem, (limits.own, limits.some, limits.most), limits.left, priorities),
-        *(each.rule(problem, limits) for each in given),
+        *(timed.rule(problem, limits) for timed in given),
     ]
     bound = lower_bound(problem, limits.most)
     quickest = _quickest(problem, rules, cost)
@@ -83,8 +83,8 @@ def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, bef
     moved = improve(problem, *quickest, runs, bound)
     steps = [_Timed.of(problem, step.schedule(problem), cost) for step in (quickest[0], moved)]
     if graph.apart:
-        steps = [_received_early(problem, each, limits, cost) for each in steps]
-    best = min(*given, *steps, key=lambda each: each.seconds)
+        steps = [_received_early(problem, timed, limits, cost) for timed in steps]
+    best = min(*given, *steps, key=lambda timed: timed.seconds)
     return Found(best.schedule, best.seconds, bound, name, within[name].seconds, problem.kept(best.schedule), limits.own)
 
 
@@ -101,7 +101,7 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     return step.schedule(problem)
 
 
-def _received_early(problem: Problem, found: _Timed, limits: _Limits, cost: Cost) -> _Timed:
+def _received_early(problem: Problem, timed: _Timed, limits: _Limits, cost: Cost) -> _Timed:
     """Return the same order of computation, with rows received as early as in AF-Pipe's lists, if memory allows it.
 
     A rank posts a receive before what it computes next. If rows leave a little earlier than predicted, and the receiver has begun
@@ -109,9 +109,9 @@ def _received_early(problem: Problem, found: _Timed, limits: _Limits, cost: Cost
     behind the rows begins. docs/notebook/disaggregation.md has what this gains.
     """
     graph = problem.graph
-    orders = tuple(tuple(op for op in ops if graph.channel(op) is None) for ops in found.schedule)
-    early = place_handovers(graph, orders, {op: found.spans[op] for ops in orders for op in ops})
-    return _Timed.of(problem, early, cost) if limits.allow(problem, early) else found
+    orders = tuple(tuple(op for op in ops if graph.channel(op) is None) for ops in timed.schedule)
+    early = place_handovers(graph, orders, {op: timed.spans[op] for ops in orders for op in ops})
+    return _Timed.of(problem, early, cost) if limits.allow(problem, early) else timed
 
 
 class _Timed(NamedTuple):
@@ -159,7 +159,8 @@ class _Limits(NamedTuple):
         plain, blocks = step_schedule(problem.graph, Overlap(SEQUENTIAL.name)), problem.blocks
         kept = problem.kept(plain)
         some, most = (
-            tuple(map(sum, zip(kept, (int(each * count) for count in blocks), strict=True))) for each in (ahead / 2, ahead)
+            tuple(map(sum, zip(kept, (int(micro_batches * count) for count in blocks), strict=True)))
+            for micro_batches in (ahead / 2, ahead)
         )
         left = tuple(problem.graph.micro_batches * count for count in blocks)
         if problem.graph.recompute:
@@ -193,7 +194,7 @@ def _rules(
     """
     for keep, priority in product(dict.fromkeys(keeps), priorities):
         fewest = [-(-most // blocks) for most, blocks in zip(keep, problem.blocks, strict=True)]
-        for alive in fewest, [each + 1 for each in fewest], _anything(problem):
+        for alive in fewest, [count + 1 for count in fewest], _anything(problem):
             yield Rule(priority, keep, alive, left)
 
 
@@ -204,8 +205,8 @@ def _quickest(problem: Problem, rules: Iterable[Rule], cost: Cost) -> tuple[Walk
     has promised to an op goes to another one that asks for it first. So the simulator chooses among the best.
     """
     steps = [(step, rule) for rule in rules if (step := walk(problem, rule)) is not None]
-    best = sorted(steps, key=lambda each: each[0].seconds)[: _MOST_SIMULATED if problem.positions > 1 else 1]
-    return min(best, key=lambda each: _Timed.of(problem, each[0].schedule(problem), cost).seconds)
+    best = sorted(steps, key=lambda pair: pair[0].seconds)[: _MOST_SIMULATED if problem.positions > 1 else 1]
+    return min(best, key=lambda pair: _Timed.of(problem, pair[0].schedule(problem), cost).seconds)
 
 
 def _named(graph: StepGraph) -> dict[str, Schedule]:

@@ -44,8 +44,10 @@ def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0
     searches = max(len(_TEMPERATURES), min(_MOST_SEARCHES, runs // _ENOUGH))
     for seed in range(searches):
         temperature = _TEMPERATURES[seed % len(_TEMPERATURES)]
-        other = _search(problem, start, runs // (2 * searches), goal, temperature, seed)
-        best = min(best, other, _search(problem, other, runs // (4 * searches), goal), key=lambda each: each.step.seconds)
+        searched = _search(problem, start, runs // (2 * searches), goal, temperature, seed)
+        best = min(
+            best, searched, _search(problem, searched, runs // (4 * searches), goal), key=lambda candidate: candidate.step.seconds
+        )
     return best.step
 
 
@@ -76,7 +78,7 @@ def _search(problem: Problem, start: _Found, runs: int, goal: float, temperature
                 return best
             seen.clear()
             left -= 1
-        best = min(best, now, key=lambda each: each.step.seconds)
+        best = min(best, now, key=lambda candidate: candidate.step.seconds)
     return best
 
 

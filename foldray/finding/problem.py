@@ -135,13 +135,13 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
 
 def _sorted(needs: dict[Op, dict[Op, None]]) -> tuple[Op, ...]:
     """Return the ops in an order in which every op follows those that it needs, and else as given."""
-    found: dict[Op, None] = {}
+    ordered: dict[Op, None] = {}
     for op in needs:
         stack = [op]
         while stack:
-            missing = next((need for need in needs[stack[-1]] if need not in found), None)
+            missing = next((need for need in needs[stack[-1]] if need not in ordered), None)
             if missing is None:
-                found[stack.pop()] = None
+                ordered[stack.pop()] = None
             else:
                 stack.append(missing)
-    return tuple(found)
+    return tuple(ordered)

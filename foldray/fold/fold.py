@@ -148,7 +148,7 @@ class Fold:
     def _two_levels(self) -> Grid:
         """The experts' grid with two axes in the place of ep."""
         sizes = dict(zip(self.moe.axes, self.moe.sizes, strict=True)) | {axis: getattr(self, axis) for axis in _TWO_LEVELS}
-        axes = [each for axis in self.moe.axes for each in (_TWO_LEVELS if axis == "ep" else (axis,))]
+        axes = [level for axis in self.moe.axes for level in (_TWO_LEVELS if axis == "ep" else (axis,))]
         return Grid(tuple(axes), tuple(sizes[axis] for axis in axes), self.moe.offset)
 
     @property
@@ -213,8 +213,8 @@ class Fold:
 
     def __str__(self) -> str:
         attention = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in ATTENTION_AXES)
-        own = {"ep": f"/{self.ep_inside}" if self.ep_inside > 1 else ""}
-        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}{own.get(axis, '')}" for axis in MOE_AXES[:3])
+        inside = {"ep": f"/{self.ep_inside}" if self.ep_inside > 1 else ""}
+        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}{inside.get(axis, '')}" for axis in MOE_AXES[:3])
         return f"{attention} & {moe} PP{self.moe_pp}" if self.disjoint else f"{attention} | {moe}"
 
 

@@ -127,7 +127,7 @@ class Arrangement(Placement):
 
     def ranks(self, node: int) -> list[int]:
         """Return the ranks on a node."""
-        return [rank for rank, own in enumerate(self.where, self.fold.offset) if own == node]
+        return [rank for rank, seat in enumerate(self.where, self.fold.offset) if seat == node]
 
 
 def best_order(fold: Fold, ranks_per_node: int, heat: Mapping[str, float] = HEAT) -> Fold:

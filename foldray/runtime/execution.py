@@ -81,14 +81,16 @@ class Execution:
         assert self.trace is not None, "the last step was not traced"
         assert self.last is not None, "there was no step"
         order, spans = self.order(self.last), self.trace.spans
-        own = torch.tensor([spans[op] for op in order], dtype=torch.float64, device=next(self.model.parameters()).device)
+        local = torch.tensor([spans[op] for op in order], dtype=torch.float64, device=next(self.model.parameters()).device)
         # The ranks of a stage must choose the same list, so all of them use the times of all of them.
-        everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
-        recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
+        everyone = self._stage.all_gather(local).cpu().view(-1, *local.shape).tolist()
+        recordings = [
+            Recording(order, {op: Span(*span) for op, span in zip(order, seconds, strict=True)}) for seconds in everyone
+        ]
         costs, self.found = op_costs(self.last, recordings), None
         if self.ordering.forward.row.found:
             recording = Recording(order, spans)
-            found, self.found = find_together(self.groups, self.last, recording, costs, self.ordering, own.device)
+            found, self.found = find_together(self.groups, self.last, recording, costs, self.ordering, local.device)
             self.reorder(self.ordering._replace(costs=costs, found=found))
         else:
             self.reorder(settle(self.ordering, self.last, self.model.stages[0].number, costs))
@@ -134,14 +136,16 @@ class Execution:
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Return the chunks of gradients by position; for other positions than this rank's, none."""
-        own = self.gradients.chunks(self.ordering.reduction.most)
-        return tuple(own if position == self._position else () for position in range(self.groups.fold.positions))
+        chunks = self.gradients.chunks(self.ordering.reduction.most)
+        return tuple(chunks if position == self._position else () for position in range(self.groups.fold.positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
         """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
         if graph not in self._orders:
-            if own := [each.kind for each in (self.ordering.forward, self.ordering.backward) if each.kind not in KINDS]:
-                self._prove(graph, own[0])
+            if foreign := [
+                overlap.kind for overlap in (self.ordering.forward, self.ordering.backward) if overlap.kind not in KINDS
+            ]:
+                self._prove(graph, foreign[0])
             order = position_list(graph, self._position, self.ordering)
             self._compare(order)
             self._orders[graph] = order
@@ -159,8 +163,8 @@ class Execution:
     def _compare(self, order: tuple[Op, ...]) -> None:
         """Check that the ranks of a stage have the same list. With different lists, their collectives would not match."""
         stage = self._stage
-        own = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
-        if len(set(stage.all_gather(own).tolist())) > 1:
+        checksum = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
+        if len(set(stage.all_gather(checksum).tolist())) > 1:
             raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
 
 
@@ -193,8 +197,8 @@ class _Run:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
                 self.groups.tokens_line.advance()  # the GPU has something to do while the host waits for row counts
-        for each in self.sending:
-            each.wait()
+        for handover in self.sending:
+            handover.wait()
         for micro_batch in self.micro_batches:
             micro_batch.finish()
         if self.weights is not None:
@@ -220,10 +224,10 @@ class _Run:
         micro_batch = self.micro_batches[op.micro_batch]
         communicator = self.groups.handovers_up if sender < receiver else self.groups.handovers_down
         if communicator.index == receiver:
-            pending = Pending.of([communicator.receive(each, sender) for each in micro_batch.coming(op)])
+            pending = Pending.of([communicator.receive(tensor, sender) for tensor in micro_batch.coming(op)])
             micro_batch.arriving(op, pending)
             return pending
-        pending = Pending.of([communicator.send(each, receiver) for each in micro_batch.leaving(op)])
+        pending = Pending.of([communicator.send(tensor, receiver) for tensor in micro_batch.leaving(op)])
         # Nobody waits for a handover to leave: its receiver may first wait for something that this rank sends later. gloo does
         # not say when a message has left, so on a CPU all handovers stay until the end of the step.
         self.sending.append(pending)

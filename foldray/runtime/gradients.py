@@ -277,10 +277,10 @@ class Gradients:
 def _sections(model: Transformer, name: GradientClass, apart: Callable[[nn.Parameter], int]) -> list[Section]:
     """Return the sections of a gradient class, in the order in which backward completes them."""
     # The first and the last stage must own the same elements of a tied embedding, so it has a section of its own.
-    found, tied = dict[tuple[tuple[Maker, ...], bool, int], list[nn.Parameter]](), set(model.tied())
+    sections, tied = dict[tuple[tuple[Maker, ...], bool, int], list[nn.Parameter]](), set(model.tied())
     for parameter in model.by_class(name):
-        found.setdefault((model.makers(parameter), parameter in tied, apart(parameter)), []).append(parameter)
-    return [Section(key[0], found[key]) for key in sorted(found, key=lambda key: (made_at(key[0]), *key[1:]))]
+        sections.setdefault((model.makers(parameter), parameter in tied, apart(parameter)), []).append(parameter)
+    return [Section(key[0], sections[key]) for key in sorted(sections, key=lambda key: (made_at(key[0]), *key[1:]))]
 
 
 class Norms(dict[GradientClass, float]):

@@ -287,9 +287,9 @@ class MicroBatch:
     def _output_gradient(self, op: Op) -> torch.Tensor:
         """Return the gradient of a piece of a block's output, from all that have taken it."""
         heads, tokens = self.graph.heads, self._tokens(op)
-        found = [self.state_gradients[op.layer].take(tokens)] if op.layer in heads else []
-        found += [self.input_gradients[op.layer + 1].take(tokens)] if op.layer != heads[-1] else []
-        return found[0] if len(found) == 1 else found[0] + found[1]
+        gradients = [self.state_gradients[op.layer].take(tokens)] if op.layer in heads else []
+        gradients += [self.input_gradients[op.layer + 1].take(tokens)] if op.layer != heads[-1] else []
+        return gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
 
     def finish(self) -> None:
         """Wait until all that this rank has sent for the micro-batch has left."""

@@ -88,11 +88,11 @@ class Muon(torch.optim.Optimizer):
         cutters = {"dense": groups.tensor, "replicated": alone, "expert": groups.expert_slices}
         self._rounds, updated = [], list[Tensor]()
         for buffer in gradients.buffers:
-            own = [parameter for parameter in buffer.parameters if parameter in hidden]
-            slabs = [slab for parameter in own for slab in slabs_of(model, names[parameter], parameter)]
+            matrices = [parameter for parameter in buffer.parameters if parameter in hidden]
+            slabs = [slab for parameter in matrices for slab in slabs_of(model, names[parameter], parameter)]
             for some in _rounds(slabs, buffer, cutters[buffer.name].size):
                 self._rounds.append(_Round(spec, buffer, some, cutters[buffer.name], masters))
-            updated += [masters[parameter] for parameter in own]
+            updated += [masters[parameter] for parameter in matrices]
         super().__init__(updated, {"lr": spec.lr, "weight_decay": spec.weight_decay})
 
     @torch.no_grad()
@@ -110,14 +110,14 @@ def _rounds(slabs: Sequence[Slab], buffer: GradientBuffer, cutters: int) -> Iter
     """Divide the slabs of a gradient class into rounds, so that a step needs little memory, and all ranks have work."""
     ranks = buffer.communicator.size
     least = ROUND * (ranks if buffer.sharded else 1)
-    found: list[Slab] = []
+    batch: list[Slab] = []
     for slab in slabs:
-        found.append(slab)
-        if len(found) >= ranks * cutters and sum(len(each.elements) for each in found) >= least:
-            yield found
-            found = []
-    if found:
-        yield found
+        batch.append(slab)
+        if len(batch) >= ranks * cutters and sum(len(member.elements) for member in batch) >= least:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 class _Round:
@@ -176,10 +176,10 @@ class _Round:
         """Add the gradient of a slab to its momentum. Return what is made orthogonal, in the dtype of the iteration."""
         gradient, decay = self.masters[item].grad, self.spec.momentum
         assert gradient is not None
-        gradient, momentum = (each.view(-1)[self.own[item]] for each in (gradient, memory["momentum_buffer"]))
+        gradient, momentum = (tensor.view(-1)[self.own[item]] for tensor in (gradient, memory["momentum_buffer"]))
         momentum.lerp_(gradient, 1 - decay)
-        found = gradient.lerp(momentum, decay) if self.spec.nesterov else momentum
-        return found.to(torch.float64 if found.dtype == torch.float64 else torch.bfloat16)
+        direction = gradient.lerp(momentum, decay) if self.spec.nesterov else momentum
+        return direction.to(torch.float64 if direction.dtype == torch.float64 else torch.bfloat16)
 
     def _orthogonal(self, slabs: list[Tensor], like: Tensor) -> list[Tensor]:
         """Return the updates of the assigned slabs, flat → flat, in the dtype of `like`.
@@ -208,8 +208,8 @@ def _held(buffer: GradientBuffer, parameter: nn.Parameter, member: int) -> range
     if not buffer.sharded:
         return range(parameter.numel())
     place = buffer.places[parameter]
-    found = replace(buffer.sharding, index=member).within(place.start, place.stop)
-    return range(found.start, found.stop)
+    elements = replace(buffer.sharding, index=member).within(place.start, place.stop)
+    return range(elements.start, elements.stop)
 
 
 def _common(first: range, second: range) -> range:

@@ -76,11 +76,13 @@ class OpGraph(NamedTuple):
             gradients: the gradients of the results, but not of whole numbers. Nor do these have gradients among the inputs.
         """
         ends = [(edge, gradient) for edge, gradient in zip(self.ends, gradients, strict=False) if edge is not None]
-        wanted: list[Any] = [*(each.edge for each in self.inputs), *parameters]
-        found = torch.autograd.grad([edge for edge, _ in ends], wanted, [gradient for _, gradient in ends], allow_unused=True)
+        wanted: list[Any] = [*(source.edge for source in self.inputs), *parameters]
+        results = torch.autograd.grad([edge for edge, _ in ends], wanted, [gradient for _, gradient in ends], allow_unused=True)
         count = len(self.inputs)
-        own = [each.zeros() if part is None else part for each, part in zip(self.inputs, found[:count], strict=True)]
-        return own, found[count:]
+        input_gradients = [
+            source.zeros() if part is None else part for source, part in zip(self.inputs, results[:count], strict=True)
+        ]
+        return input_gradients, results[count:]
 
 
 def build(compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[Computed, OpGraph]:
@@ -159,15 +161,15 @@ class OpGraphs:
         self.begin()
         graph, left = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
-        found, parts = graph.differentiate(gradients, parameters)
+        input_gradients, parts = graph.differentiate(gradients, parameters)
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not None:
                 self.sum_of(parameter).add_(part)
         if ops := self.graph.weights(op):
-            self._later.update((each, left) for each in ops)
+            self._later.update((later_op, left) for later_op in ops)
         else:
             self._add_all(left)
-        return found
+        return input_gradients
 
     def add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""

@@ -78,7 +78,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield Box((row, *box.offset), (1, *box.shape))
 
 
-def cut(own: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece: Piece, key: str) -> Iterator[Shard]:
+def cut(run: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece: Piece, key: str) -> Iterator[Shard]:
     """Yield what a run of a rank's parameter holds of one of the model's parameters in it.
 
     Args:
@@ -89,12 +89,12 @@ def cut(own: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece
         piece: the box of the model's parameter that is there.
     """
     done = 0
-    for box in boxes(shape, start, start + own.numel()):
-        view = own[done : done + box.elements].view(box.shape)
+    for box in boxes(shape, start, start + run.numel()):
+        view = run[done : done + box.elements].view(box.shape)
         done += box.elements
-        found = _common(box, index, shape)
-        if found is not None:
-            inside, offset = found
+        common = _common(box, index, shape)
+        if common is not None:
+            inside, offset = common
             yield Shard(key, view[inside], piece.spec.shape, tuple(map(sum, zip(piece.offset, offset, strict=True))))
 
 

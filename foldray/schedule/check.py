@@ -57,10 +57,10 @@ def _check_places(graph: Graph, schedule: Schedule) -> None:
 
 
 def _check_needs(graph: Graph, position: int, places: _Places) -> None:
-    here = places[position]
-    for op in here:
+    place_of = places[position]
+    for op in place_of:
         for need in graph.needs(op):
-            if here.get(need, -1) > here[op]:
+            if place_of.get(need, -1) > place_of[op]:
                 raise ScheduleError(f"position {position} has {op} before {need}, which it needs")
 
 

@@ -140,8 +140,8 @@ class CompiledSchedule(Generic[Class]):
         predecessors = self._predecessors()
         missing, followers = list(map(len, predecessors)), [list[int]() for _ in self.ops]
         for i, before in enumerate(predecessors):
-            for each in before:
-                followers[each].append(i)
+            for predecessor in before:
+                followers[predecessor].append(i)
         order = [i for i, count in enumerate(missing) if not count]
         for i in order:  # Kahn's algorithm: the loop extends the list that it reads
             for follower in followers[i]:
@@ -153,32 +153,34 @@ class CompiledSchedule(Generic[Class]):
     def _predecessors(self) -> list[dict[int, None]]:
         """Return, for each op, the ops that must end before it starts. An op that can never start has itself among them."""
         count, posts = len(self.ops), [0] * len(self.ops)
-        found = [dict.fromkeys(i if need == count else need for need in self.waits[i] + self.remote[i]) for i in range(count)]
+        predecessors = [
+            dict.fromkeys(i if need == count else need for need in self.waits[i] + self.remote[i]) for i in range(count)
+        ]
         for ops in self.lists:
             last: tuple[int, ...] = ()  # the ops that must end before the position reaches this place of its list
             for i in ops:
                 posts[i] += 1
-                found[i].update(dict.fromkeys(last))
+                predecessors[i].update(dict.fromkeys(last))
                 last = (i,) if self.channel_of[i] < 0 else last
         for queue in self.queues:
             for i, following in pairwise(queue):
-                found[following][i] = None
+                predecessors[following][i] = None
         queued = {i for queue in self.queues for i in queue}
         for i, channel in enumerate(self.channel_of):
             if posts[i] != len(self.places[i]) or (channel >= 0 and i not in queued):
-                found[i][i] = None
-        return found
+                predecessors[i][i] = None
+        return predecessors
 
     @cached_property
     def _lane_users(self) -> list[tuple[int, tuple[int, ...], int]]:
         """All (class, positions, queue) in use. A queue is a position, or a channel with a number after all positions."""
-        found: dict[tuple[int, tuple[int, ...], int], None] = {}
+        lane_users: dict[tuple[int, tuple[int, ...], int], None] = {}
         for place, ops in enumerate(self.lists):
             for i in ops:
                 channel = self.channel_of[i]
                 key = ((place,), place) if channel < 0 else (tuple(self.places[i]), len(self.lists) + channel)
-                found[self.class_of[i], *key] = None
-        return list(found)
+                lane_users[self.class_of[i], *key] = None
+        return list(lane_users)
 
     def run(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
         """Return start and end of each op.
@@ -191,7 +193,7 @@ class CompiledSchedule(Generic[Class]):
         """
         if host is not None or self.contended(costs) or self._order is None:
             return self.run_once(costs, host)
-        return self.one_pass([sum(seconds for _, seconds in each) for each in costs])
+        return self.one_pass([sum(seconds for _, seconds in lanes) for lanes in costs])
 
     def run_once(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
         """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first."""

@@ -103,8 +103,8 @@ class PipelineGraph:
             return (op._replace(kind=STAGE),)
         if op.direction == "F":
             return (handover("F", op.layer - 1, op.micro_batch),) if op.layer > 0 else ()
-        own = stage("F", op.layer, op.micro_batch)
-        return (own, handover("B", op.layer + 1, op.micro_batch)) if op.layer < self.stages - 1 else (own,)
+        forward = stage("F", op.layer, op.micro_batch)
+        return (forward, handover("B", op.layer + 1, op.micro_batch)) if op.layer < self.stages - 1 else (forward,)
 
     def where(self, op: Op) -> tuple[int, ...]:
         if op.kind == STAGE:

@@ -52,15 +52,15 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
     last = [(0.0, False, 0)] * len(orders)
     sources = {op: max(computing.needs(op), key=rank.__getitem__) for op in graph.ops() if graph.channel(op) is not None}
     for op, source in sorted(sources.items(), key=lambda pair: rank[pair[1]]):
-        sender, *others = graph.where(op)
+        sender, *receivers = graph.where(op)
         begin, end = spans[source]
-        for position in (sender, *others):
+        for position in (sender, *receivers):
             sends = position == sender or any(position_of[need] == position for need in computing.needs(op))
-            own = (end, False, rank[source]) if sends else (begin, True, rank[source])
+            key = (end, False, rank[source]) if sends else (begin, True, rank[source])
             # Sorting is stable, so a receive that comes too early for the common order goes right behind the one before.
-            last[position] = max(last[position], own)
+            last[position] = max(last[position], key)
             lists[position].append((last[position], op))
-    return tuple(tuple(op for _, op in sorted(own, key=lambda each: each[0])) for own in lists)
+    return tuple(tuple(op for _, op in sorted(key, key=lambda entry: entry[0])) for key in lists)
 
 
 def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict[Op, tuple[int, int]]:

@@ -87,15 +87,15 @@ def expand(
             inside = stage_order(graph, op.layer, op.direction, settings[op.direction])
             orders[first] = _with_handover(graph, inside, op.layer, op.direction)
         ahead = op.micro_batch * graph.batch_degree
-        return [each._replace(micro_batch=ahead + each.micro_batch) for each in orders[first]]
+        return [inner._replace(micro_batch=ahead + inner.micro_batch) for inner in orders[first]]
 
-    found: list[tuple[Op, ...]] = []
+    expanded: list[tuple[Op, ...]] = []
     for op in stages:
         if op in seconds or (op.kind == HANDOVER and op.layer in held):
             continue  # the stage that makes its pieces sends them
         ops = weave(graph, order(op), order(pairs[op])) if op in pairs else tuple(order(op))
-        found.append(_head_at_once(graph, ops))
-    return _with_weights(graph, found)
+        expanded.append(_head_at_once(graph, ops))
+    return _with_weights(graph, expanded)
 
 
 def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Overlap) -> tuple[Op, ...]:
@@ -133,15 +133,15 @@ def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, directio
     for op in _handover(graph, stage, direction):
         at = max([at, *(place[need] for need in graph.needs(op))])
         after.setdefault(at, []).append(op)
-    return tuple(each for i, op in enumerate(order) for each in (op, *after.get(i, ())))
+    return tuple(placed for i, op in enumerate(order) for placed in (op, *after.get(i, ())))
 
 
 def _head_at_once(graph: StepGraph, order: tuple[Op, ...]) -> tuple[Op, ...]:
     """Let every piece of the head go backward right after its forward, so that the logits of one piece exist at a time."""
     if not graph.backward:
         return order
-    others = (op for op in order if (op.kind, op.direction) != (HEAD, "B"))
-    return tuple(each for op in others for each in ((op, op._replace(direction="B")) if op.kind == HEAD else (op,)))
+    kept = (op for op in order if (op.kind, op.direction) != (HEAD, "B"))
+    return tuple(placed for op in kept for placed in ((op, op._replace(direction="B")) if op.kind == HEAD else (op,)))
 
 
 def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
@@ -150,21 +150,21 @@ def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op,
     They come before the end of their pass. Those of the head are computed from gradients of logits, so they come before the next
     piece of the head.
     """
-    found, waiting = list[Op](), list[Op]()
+    placed, waiting = list[Op](), list[Op]()
     for ops in passes:
         for op in ops:
             if op.kind == HEAD and op.direction == "F":
-                found += waiting
+                placed += waiting
                 waiting = []
-            found.append(op)
+            placed.append(op)
             if op.direction == "B":
                 waiting += graph.weights(op)
             if graph.channel(op) is not None:
-                found += waiting
+                placed += waiting
                 waiting = []
-        found += (op for op in waiting if op.kind != HEAD)
+        placed += (op for op in waiting if op.kind != HEAD)
         waiting = [op for op in waiting if op.kind == HEAD]
-    return (*found, *waiting)
+    return (*placed, *waiting)
 
 
 def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
@@ -178,5 +178,5 @@ def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
         (ATTENTION, "B"): (GATHER,) if graph.gathers else (),
     }
     return tuple(
-        each for op in order for each in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
+        placed for op in order for placed in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
     )

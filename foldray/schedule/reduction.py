@@ -35,7 +35,7 @@ def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind:
     if kind == "end":
         return (*order, *chunks)
     ready = _ready(graph, order, chunks)
-    return tuple(op for i, each in enumerate(order) for op in (each, *ready.get(i, ())))
+    return tuple(op for i, computed in enumerate(order) for op in (computed, *ready.get(i, ())))
 
 
 def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[int, list[Op]]:
@@ -44,10 +44,10 @@ def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[
     for i, op in enumerate(order):
         if op.direction in ("B", "W"):
             last[op.kind, op.layer] = i
-    found: dict[int, list[Op]] = {}
+    ready: dict[int, list[Op]] = {}
     for op in chunks:
-        found.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
-    return found
+        ready.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
+    return ready
 
 
 class OpCosts(NamedTuple):

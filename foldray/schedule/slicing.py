@@ -77,7 +77,7 @@ class SliceCost(NamedTuple):
         With as many key and value heads as query heads, and heads that are together as wide as the model, it is `of_model`.
         """
         every = [model.block(layer).attention for layer in range(model.layers)]
-        spec, windows = every[0], Counter(each.window for each in every if set(model.windows) != {FULL.name})
+        spec, windows = every[0], Counter(attention.window for attention in every if set(model.windows) != {FULL.name})
         products = sum(width * (inside or model.hidden) for inside, width in spec.inputs.values())
         products += model.hidden * (spec.outputs + sum(spec.downs.values()))
         shares = tuple((name, count / model.layers) for name, count in sorted(windows.items()))
@@ -199,8 +199,8 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
     low, high = 0.0, float(before(needed[-1]))
     best = _furthest(needed, before, high)  # the cost of the whole sequence is always a sufficient limit
     while low < (middle := (low + high) / 2) < high:
-        found = _furthest(needed, before, middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        slices = _furthest(needed, before, middle)
+        low, high, best = (middle, high, best) if slices is None else (low, middle, slices)
     return tuple(units * multiple_of for units in best or ())
 
 

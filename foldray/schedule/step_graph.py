@@ -48,7 +48,7 @@ class StepGraph(StepOps):
             passes = range(self.micro_batches)
             ways: dict[str, Direction] = dict.fromkeys(self.later, "W")
             makers = ((kind, layer, ways.get(kind, "B")) for kind, layer in self.makers(op))
-            return tuple(each for kind, layer, way in makers for m in passes for each in self.pieces(kind, layer, m, way))
+            return tuple(piece for kind, layer, way in makers for m in passes for piece in self.pieces(kind, layer, m, way))
         if op.direction == "W":
             return (op._replace(direction="B"), *self._added_before(op))
         if op.direction == "R":
@@ -99,17 +99,21 @@ class StepGraph(StepOps):
         Its state is large, so it is made late: when the backward of the next part, or of the first part of the next block at the
         position, has freed the state there. The first state of a micro-batch is made when its gradient is there.
         """
-        own = op._replace(direction="F")
+        forward = op._replace(direction="F")
         if op.kind == ATTENTION and self.gathers:
-            return own, op._replace(kind=PROJECT)  # which has waited for the rest
+            return forward, op._replace(kind=PROJECT)  # which has waited for the rest
         kind = ATTENTION if op.kind == self.entry else op.kind
-        done = (own,) if op.kind == kind else (own, own._replace(kind=kind))  # both use the place for the queries of a slice
+        done = (
+            (forward,) if op.kind == kind else (forward, forward._replace(kind=kind))
+        )  # both use the place for the queries of a slice
         backward = op._replace(kind=kind, direction="B")
         if following := self._next_part(backward):
             return (*done, *following)
-        where = self.where(own)
+        where = self.where(forward)
         later = (backward._replace(layer=layer, part=0) for layer in range(op.layer + 1, len(self.blocks)))
-        free = next((each for each in later if self._has(kind, each.layer) and self.where(each) == where), None)
+        free = next(
+            (candidate for candidate in later if self._has(kind, candidate.layer) and self.where(candidate) == where), None
+        )
         return (*done, free) if free else (*done, *self._gradients(backward))
 
     def _has(self, kind: str, layer: int) -> bool:
@@ -225,13 +229,13 @@ class StepGraph(StepOps):
         """Return the forward ops of a kind at a block that share tokens with an op."""
         return self._overlapping(op, self.pieces(kind, layer, op.micro_batch))
 
-    def _overlapping(self, op: Op, others: Iterator[Op]) -> Iterator[Op]:
+    def _overlapping(self, op: Op, candidates: Iterator[Op]) -> Iterator[Op]:
         """Return those of some ops that share tokens with an op."""
         mine = self.tokens(op)
-        for other in others:
-            theirs = self.tokens(other)
+        for candidate in candidates:
+            theirs = self.tokens(candidate)
             if theirs.start < mine.stop and mine.start < theirs.stop:
-                yield other
+                yield candidate
 
     def _state(self, op: Op) -> Op:
         """Return the op whose saved state a backward op uses."""

@@ -208,7 +208,7 @@ class StepOps:
         """Return the kinds and blocks of the ops that complete the gradients of a `reduce` op. Those of attention come from
         projections, too, if these are ops of their own."""
         several = {ATTENTION: tuple(dict.fromkeys((ATTENTION, self.entry)))}
-        return tuple((each, layer) for kind, layer in self.chunk(op).makers for each in several.get(kind, (kind,)))
+        return tuple((maker, layer) for kind, layer in self.chunk(op).makers for maker in several.get(kind, (kind,)))
 
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
         """Return the forward ops of a stage for one micro-batch, with the handover to the next stage."""

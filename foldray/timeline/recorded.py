@@ -72,12 +72,12 @@ class _Ranks:
         return tuple(rank for position in positions for rank in self.at[position])
 
     def needs(self, ranked: _RankedOp) -> tuple[_RankedOp, ...]:
-        found: dict[_RankedOp, None] = {}  # an ordered set
+        needs: dict[_RankedOp, None] = {}  # an ordered set
         for rank in self.where(ranked):
             for need in self.graph.needs(ranked.op):
                 if self.place[rank][0] in self.graph.where(need):
-                    found[self.ranked(need, rank)] = None
-        return tuple(found)
+                    needs[self.ranked(need, rank)] = None
+        return tuple(needs)
 
     def channel(self, ranked: _RankedOp) -> tuple[Channel, int] | None:
         channel = self.graph.channel(ranked.op)
@@ -92,16 +92,18 @@ class _Ranks:
                     spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
         whole = {
             # A sender is done before its message arrives.
-            op: Span(max(span.start for span in each), (max if self._is_message(op.op) else fmean)(span.end for span in each))
-            for op, each in spans.items()
+            op: Span(
+                max(span.start for span in of_ranks), (max if self._is_message(op.op) else fmean)(span.end for span in of_ranks)
+            )
+            for op, of_ranks in spans.items()
         }
         arrived: dict[object, float] = {}
-        found = {}
+        seconds = {}
         for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
             channel = self.channel(ranked)
-            found[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
+            seconds[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
             arrived[channel] = span.end
-        return found
+        return seconds
 
     def _is_message(self, op: Op) -> bool:
         """Whether an op goes from one position to another."""
@@ -112,15 +114,15 @@ class _Ranks:
 
         Within a pipeline position, this assumes that a collective ends at the same time on all ranks.
         """
-        found = []
+        ahead = []
         between = self._between_positions(recordings)
         for rank, recording in enumerate(recordings):
             position, _ = self.place[rank]
             first = recordings[self.at[position][0]].spans
             shared = [op for op in first if self.graph.channel(op) and not self._is_message(op)]
             apart = [recording.spans[op].end - first[op].end for op in shared]
-            found.append(between[position] + (median(apart) if apart else 0.0))
-        return found
+            ahead.append(between[position] + (median(apart) if apart else 0.0))
+        return ahead
 
     def _between_positions(self, recordings: Sequence[Recording]) -> dict[int, float]:
         """Return the seconds by which the clock of each position's first rank is ahead of the clock of the first position's.
@@ -173,8 +175,8 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale:
 
     # The clock only passes the entries of its lists to the graph, so these entries may be ranked ops.
     spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))
-    own = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
-    return Simulation(own[shown], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in own))
+    by_rank = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
+    return Simulation(by_rank[shown], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in by_rank))
 
 
 def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
@@ -247,11 +249,11 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
         (tokens of the slice, tokens up to its end, seconds of forward and backward together). Tokens are those of the whole
         sequence.
     """
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    timings: dict[tuple[int, int], list[float]] = defaultdict(list)
     for op in spans:
         if op.kind == ATTENTION and op.direction == "F":
             tokens = graph.tokens(op)
             parts = (op._replace(kind=kind, direction=way) for kind in {ATTENTION, graph.entry} for way in ("F", "B", "W"))
-            own = [spans[part] for part in parts if part in spans]
-            found[len(tokens) * ranks, tokens.stop * ranks].append(sum(each.end - each.start for each in own))
-    return [(tokens, context, median(took)) for (tokens, context), took in found.items()]
+            durations = [spans[part] for part in parts if part in spans]
+            timings[len(tokens) * ranks, tokens.stop * ranks].append(sum(span.end - span.start for span in durations))
+    return [(tokens, context, median(took)) for (tokens, context), took in timings.items()]

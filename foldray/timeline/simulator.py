@@ -48,7 +48,7 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
     for place, op in enumerate(order):
         if graph.channel(op) is None:
             continue
-        beside = [spans[other] for other in order[place + 1 : users.get(op, len(order))] if graph.channel(other) is None]
+        beside = [spans[between] for between in order[place + 1 : users.get(op, len(order))] if graph.channel(between) is None]
         claimed += bool(beside)
         seen += any(span.start < spans[op].end and spans[op].start < span.end for span in beside)
     return claimed, seen
@@ -56,13 +56,13 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
 
 def merged(spans: Iterable[Span]) -> list[Span]:
     """Return sorted spans that do not touch and cover the same time."""
-    found: list[Span] = []
+    covered: list[Span] = []
     for span in sorted(spans):
-        if found and span.start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        if covered and span.start <= covered[-1].end:
+            covered[-1] = Span(covered[-1].start, max(covered[-1].end, span.end))
         else:
-            found.append(span)
-    return found
+            covered.append(span)
+    return covered
 
 
 def length(spans: Iterable[Span]) -> float:
@@ -89,5 +89,5 @@ def simulate(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None =
         ScheduleError: the schedule cannot finish.
     """
     spans = times(graph, schedule, cost, issue)
-    own = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)
-    return Simulation(spans, max(span.end for span in spans.values()), own)
+    used = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)
+    return Simulation(spans, max(span.end for span in spans.values()), used)
