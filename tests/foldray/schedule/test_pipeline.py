@@ -14,12 +14,11 @@ from foldray import UserError
 from foldray.schedule import (
     Op,
     PipelineGraph,
-    Schedule,
     check,
     pipeline,
     unit_times,
 )
-from tests.foldray.order import check_lists
+from tests.foldray.order import check_lists, peak
 
 Order = list[tuple[str, int, int]]  # direction, virtual stage, micro-batch
 
@@ -31,24 +30,6 @@ def graphs(draw: st.DrawFn, backward: tuple[bool, ...] = (True, False)) -> Pipel
     virtual_stages = draw(st.integers(1, 4)) if pp > 1 else 1
     step = pp if training and virtual_stages > 1 else 1
     return PipelineGraph(pp, step * draw(st.integers(1, 16 // step)), virtual_stages, training)
-
-
-def peak(graph: PipelineGraph, schedule: Schedule) -> tuple[int, ...]:
-    """Return, for every position, the largest number of ops whose saved state is alive at once.
-
-    The state of an op is alive from the op until another op frees it. Ops that no op frees do not count.
-    """
-    kept = {op for freeing in graph.ops() for op in graph.frees(freeing)}
-
-    def peak_of(ops: tuple[Op, ...]) -> int:
-        alive, most = set[Op](), 0
-        for op in ops:
-            alive |= {op} & kept
-            most = max(most, len(alive))
-            alive.difference_update(graph.frees(op))
-        return most
-
-    return tuple(map(peak_of, schedule))
 
 
 TRAINING, EVALUATION = graphs(backward=(True,)), graphs(backward=(False,))
