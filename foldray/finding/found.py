@@ -56,8 +56,8 @@ class Found(NamedTuple):
 def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, before: Schedule | None = None) -> Found:
     """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
 
-    First, the named lists are simulated. Then list scheduling runs the step by several rules. Some of them follow named lists. At
-    last, local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
+    First, the named lists are simulated. Then list scheduling runs the step by several rules, some of which follow named lists.
+    Finally, local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
 
     Args:
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches. A position keeps a block of a
@@ -211,8 +211,7 @@ def _quickest(problem: Problem, rules: Iterable[Rule], cost: Cost) -> tuple[Walk
 
 def _named(graph: StepGraph) -> dict[str, Schedule]:
     """Return the named lists of this graph that differ, by name."""
-    # Of lags, a list has those that differ.
-    lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]
+    lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]  # lags above the degree give equal lists
     ways = [
         Overlap(SEQUENTIAL.name),
         Overlap(ONE_A_ONE_M.name),

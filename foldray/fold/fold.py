@@ -38,8 +38,8 @@ class Fold:
         offset: first rank of the fold in a larger cluster.
         expert_ranks: number of ranks that only the experts use, the last ones of the fold; 0 if both grids cover all ranks.
         expert_pp: pipeline positions of experts that have ranks of their own; None is pp.
-        ep_inside: how many neighbours of an expert parallel group share a node. They are groups of their own, and so are the
-            ranks with the same place in these groups (ep_across of them).
+        ep_inside: how many neighbours of an expert parallel group share a node. These neighbours are a group, and so are the
+            ep_across ranks with the same place in such groups.
 
     Raises:
         UserError: a size is less than 1 or does not divide, `expert_ranks` leaves no rank to attention, `expert_pp` is given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -53,13 +53,13 @@ class Edges:
     flows: tuple[Flow, ...]
 
     @classmethod
-    def by_heat(cls, fold: Fold, heat: Mapping[str, float] = HEAT) -> Edges:
+    def by_heat(cls, fold: Fold) -> Edges:
         """Return the traffic of a fold whose model is not known.
 
         What crosses nodes is then `Placement.score`: the sum over families of heat × the share of pairs on different nodes.
         """
-        members = {family: sum(map(len, fold.groups(family))) for family in heat}
-        return cls(fold, tuple(Flow(family, "exchange", weight / members[family]) for family, weight in heat.items()))
+        members = {family: sum(map(len, fold.groups(family))) for family in HEAT}
+        return cls(fold, tuple(Flow(family, "exchange", weight / members[family]) for family, weight in HEAT.items()))
 
     def split(self, where: Sequence[int]) -> dict[str, Share]:
         """Return the traffic inside and between nodes, by family."""

@@ -114,7 +114,7 @@ def lane_of(graph: StepGraph, groups: Groups, op: Op) -> str:
 def _collect(control: Communicator, report: object, device: torch.device) -> list[Any]:
     """Bring what every rank reports to rank 0, as JSON. Other ranks get an empty list."""
     encoded = _encoded(report, device)
-    sizes = _sizes(control, len(encoded), device)
+    sizes = control.all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device)).tolist()
     first = control.index == 0
     bytes_ = control.all_to_all(encoded, sizes if first else [0] * control.size, [len(encoded), *[0] * (control.size - 1)])
     return [_decoded(part) for part in bytes_.split(sizes)] if first else []
@@ -127,10 +127,6 @@ def _deal(control: Communicator, things: Sequence[object], device: torch.device)
     sizes = control.all_gather(torch.tensor([sent], dtype=torch.int64, device=device))[0].tolist()
     received = [sizes[control.index], *[0] * (control.size - 1)]
     return _decoded(control.all_to_all(torch.cat(parts), received, sent))
-
-
-def _sizes(control: Communicator, size: int, device: torch.device) -> list[int]:
-    return control.all_gather(torch.tensor([size], dtype=torch.int64, device=device)).tolist()
 
 
 def _encoded(thing: object, device: torch.device) -> torch.Tensor:

@@ -82,7 +82,7 @@ def cut(run: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece
     """Yield what a run of a rank's parameter holds of one of the model's parameters in it.
 
     Args:
-        own: the run, flat.
+        run: the values of the run, flat.
         shape: shape of the rank's parameter.
         start: number of the run's first element in the parameter.
         index: where the model's parameter is in that of the rank.

@@ -82,7 +82,7 @@ class Ordering(NamedTuple):
 
     @property
     def finds(self) -> bool:
-        """Whether the list is still to be found, or found once more: ops take other times beside those of its own order."""
+        """Whether the list is still to be found, or to be found once more, since the times of ops depend on the list's order."""
         return self.forward.row.found and (self.found is None or self.found.timed < _TIMED)
 
     def graph(

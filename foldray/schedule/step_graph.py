@@ -96,8 +96,8 @@ class StepGraph(StepOps):
     def _before_again(self, op: Op) -> tuple[Op, ...]:
         """Return what comes before an op that runs again.
 
-        Its state is large, so it is made late: when the backward of the next part, or of the first part of the next block at the
-        position, has freed the state there. The first state of a micro-batch is made when its gradient is there.
+        The state of an op is large, so the op runs late: after the backward of the next part, or of the first part of the next
+        block at the position, has freed its state. The first op of a micro-batch runs again when its gradient has arrived.
         """
         forward = op._replace(direction="F")
         if op.kind == ATTENTION and self.gathers:
@@ -110,15 +110,14 @@ class StepGraph(StepOps):
         if following := self._next_part(backward):
             return (*done, *following)
         where = self.where(forward)
-        later = (backward._replace(layer=layer, part=0) for layer in range(op.layer + 1, len(self.blocks)))
-        free = next(
-            (candidate for candidate in later if self._has(kind, candidate.layer) and self.where(candidate) == where), None
+        layers = (
+            layer
+            for layer in range(op.layer + 1, len(self.blocks))
+            if kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
         )
+        later = (backward._replace(layer=layer, part=0) for layer in layers)
+        free = next((candidate for candidate in later if self.where(candidate) == where), None)
         return (*done, free) if free else (*done, *self._gradients(backward))
-
-    def _has(self, kind: str, layer: int) -> bool:
-        """Return whether a block has ops of a kind that may run again."""
-        return kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
 
     def _next_part(self, op: Op) -> tuple[Op, ...]:
         """Return the same op for the next part of the micro-batch; nothing for the last part."""
