@@ -40,9 +40,6 @@ class Walk(NamedTuple):
     """A step that has run.
 
     Args:
-        seconds: when its last op ends.
-        lists: the list of every position, as numbers of ops.
-        starts, ends: for every op, when it starts and ends.
         ahead: for every op, the op before it on its lane; -1 if there is none.
     """
 

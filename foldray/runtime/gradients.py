@@ -37,11 +37,7 @@ from foldray.schedule import Chunk, cut_buffer
 
 
 class Section(NamedTuple):
-    """Parameters whose gradients backward completes at the same moment.
-
-    Args:
-        makers: the ops that they come from (`Ownership.makers`).
-    """
+    """Parameters whose gradients backward completes at the same moment."""
 
     makers: tuple[Maker, ...]
     parameters: list[nn.Parameter]

@@ -63,22 +63,16 @@ class _Pass(NamedTuple):
 Priority = Callable[[_Pass, int], tuple[int, ...]]
 """(a pass, number of positions) → its rank among the passes of its direction that wait; the smallest goes first."""
 
-
-def _by_rounds(waiting: _Pass, positions: int) -> tuple[int, ...]:
-    """As many micro-batches as positions go through a half before they go through the next one."""
-    onwards = waiting.half if waiting.direction == "F" else -waiting.half
-    return waiting.micro_batch // positions, onwards, waiting.micro_batch
-
-
-def _oldest_first(waiting: _Pass, positions: int) -> tuple[int, ...]:
-    return (waiting.micro_batch,)
-
-
-def _first_half_first(waiting: _Pass, positions: int) -> tuple[int, ...]:
-    return waiting.half, waiting.micro_batch
-
-
-_PRIORITIES = (_by_rounds, _oldest_first, _first_half_first)
+_PRIORITIES: tuple[Priority, ...] = (
+    # As many micro-batches as positions go through a half before they go through the next one.
+    lambda waiting, positions: (
+        waiting.micro_batch // positions,
+        waiting.half if waiting.direction == "F" else -waiting.half,
+        waiting.micro_batch,
+    ),
+    lambda waiting, positions: (waiting.micro_batch,),  # the oldest micro-batch first
+    lambda waiting, positions: (waiting.half, waiting.micro_batch),  # the first half first
+)
 
 
 def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:

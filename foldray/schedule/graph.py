@@ -109,7 +109,7 @@ class PipelineGraph:
     def where(self, op: Op) -> tuple[int, ...]:
         if op.kind == STAGE:
             return (self.at[op.layer],)
-        return self.at[op.layer], self.at[self._receiver(op)]
+        return self.at[op.layer], self.at[op.layer + (1 if op.direction == "F" else -1)]
 
     def channel(self, op: Op) -> Channel | None:
         if op.kind == STAGE:
@@ -119,6 +119,3 @@ class PipelineGraph:
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         return (op._replace(direction="F"),) if (op.kind, op.direction) == (STAGE, "B") else ()
-
-    def _receiver(self, op: Op) -> int:
-        return op.layer + (1 if op.direction == "F" else -1)

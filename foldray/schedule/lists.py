@@ -6,9 +6,24 @@ of a stage is the mirror image of a forward order. A collective starts as soon a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HANDOVER, HEAD, MERGE, PROJECT, ROUTE, STAGE
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    COUNTS,
+    DISPATCH,
+    EXCHANGES,
+    EXPERT,
+    GATHER,
+    HANDOVER,
+    HEAD,
+    MERGE,
+    PROJECT,
+    ROUTE,
+    STAGE,
+)
 from foldray.schedule.af_pipe import af_pipe
 from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
@@ -18,7 +33,6 @@ from foldray.schedule.overlaps import USUAL_LAG, Overlap
 from foldray.schedule.pipeline import passes, pipeline
 from foldray.schedule.reduction import OpCosts, by_urgency, place_reductions
 from foldray.schedule.step_graph import StepGraph
-from foldray.schedule.weave import weave
 
 
 def step_schedule(
@@ -180,3 +194,39 @@ def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
     return tuple(
         placed for op in order for placed in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
     )
+
+
+def weave(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tuple[Op, ...]:
+    """Return the ops of two passes of stages in turns. A turn ends with an all-to-all of its pass. The backward begins.
+
+    Each pass computes while rows of the other one travel. The two passes do not need each other, so all-to-alls are hidden
+    without pieces: block i goes forward beside block n − 1 − i, which goes backward. This is one pair of blocks; what travels is
+    below what computes meanwhile. A is attention with sums and routers, E the experts; large letters go forward, small ones
+    backward:
+
+        computes   e      A      a      E      e      A
+        travels        d      D      c      C      d     …
+
+    Sources: DualPipe (DeepSeek-V3, arXiv:2412.19437, figure 4) and Megatron-Core's overlap of expert parallelism weave two passes
+    by a fixed plan. Here every pass is in the order of `stream`, and gradients of weights may be apart.
+
+    Args:
+        forward, backward: the ops of the two passes, with collectives and handovers.
+    """
+    turns = zip_longest(_turns(backward), _turns(forward), fillvalue=())
+    woven = [op for pair in turns for turn in pair for op in turn]
+    # Handovers of both passes on one channel go in the order of the passes, as the receiver has them.
+    channels = {graph.channel(op) for op in forward if op.kind == HANDOVER}
+    behind = [op for op in backward if op.kind == HANDOVER and graph.channel(op) in channels]
+    return (*(op for op in woven if op not in behind), *behind)
+
+
+def _turns(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+    turn: list[Op] = []
+    for op in ops:
+        turn.append(op)
+        if op.kind in EXCHANGES:
+            yield tuple(turn)
+            turn = []
+    if turn:
+        yield tuple(turn)
