@@ -29,7 +29,6 @@ class OpKind(NamedTuple):
         colour: the colour in a picture.
         half: the half of a block that takes part: attention with everything dense, the experts, or both.
         travels: the class of traffic that the op sends; None if the op computes.
-        recomputable: whether the forward may run again before the backward.
         weights: whether the backward may leave the gradients of weights to an op of their own (W).
     """
 

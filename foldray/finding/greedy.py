@@ -70,7 +70,6 @@ class _Position:
         ready: ops that compute and can start, as a heap of (priority, op).
         waiting: ops that travel and can be posted.
         ops: micro-batch and block → number of its ops that compute here and have not ended.
-        left: blocks whose backward has left gradients of weights.
         kept: micro-batch that has begun → its blocks that are kept; `done` counts those that have ended.
         oldest: the first micro-batch that has not ended.
         last: lane → (its last op, when it is free again).

@@ -22,7 +22,6 @@ class Problem:
         needs, users: for every op, the ops that must end before it, and the ops that wait for it.
         places: for every op, the positions that take part, the sender first.
         channel: for every op, the number of its channel; -1 if the op computes.
-        seconds: for every op, how long it takes.
         lanes: for every op that travels, (lane, seconds) one after another. Each position has each lane once.
         group: for every op, the number of its micro-batch; parts that go through the stages together count as one.
         block: for every op, (its micro-batch as in `group`, its block).

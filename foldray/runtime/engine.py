@@ -197,7 +197,6 @@ class StateTensor(NamedTuple):
     Args:
         key: None for the weights, else a key of the optimizer's state.
         pattern: the global key, with a gap for the name of a part.
-        parts: the model's parameters in it.
     """
 
     parameter: nn.Parameter

@@ -52,7 +52,6 @@ class GradientBuffer:
 
     Args:
         sections: at least one section, in the order in which backward completes them.
-        communicator: the ranks over which gradients are summed.
         sharded: whether a rank gets only the sums that it owns.
         release: whether the memory of a gradient is freed once the gradient has left; only with `sharded`.
         granule: as in `Sharding`.

@@ -121,12 +121,7 @@ def _rounds(slabs: Sequence[Slab], buffer: GradientBuffer, cutters: int) -> Iter
 
 
 class _Round:
-    """Some matrices of one gradient class, which are updated at once.
-
-    Args:
-        cutters: the ranks among which matrices are cut.
-        masters: by parameter, what this rank updates.
-    """
+    """Some matrices of one gradient class, which are updated at once."""
 
     def __init__(
         self,
@@ -152,11 +147,7 @@ class _Round:
         self.cutting = Assignment(cutters, [slab.work for slab in self.assigned], sizes)
 
     def update(self, state: Mapping[Tensor, dict[str, Any]], lr: float, weight_decay: float) -> None:
-        """Update weights and momentum. All ranks of the class must call this.
-
-        Args:
-            state: by master, the state with its momentum.
-        """
+        """Update weights and momentum. All ranks of the class must call this."""
         example, dealt = self.masters[0], []
         made = self._orthogonal(self._together(state), example)
         for item, slab, whole in zip(self.sharing.mine, self.assigned, made, strict=True):

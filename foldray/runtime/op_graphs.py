@@ -23,7 +23,6 @@ class Computed(NamedTuple):
 
     Args:
         ends: tensors that may have a gradient. Whole numbers among them have none.
-        aside: other results.
     """
 
     ends: Sequence[torch.Tensor]

@@ -56,7 +56,6 @@ def cut_buffer(name: str, parts: Sequence[GradientPart], itemsize: int, most: in
     """Cut one buffer into chunks, from its start.
 
     Args:
-        parts: content of the buffer, from its start.
         most: largest size of a chunk in bytes; a chunk has at least one granule. None makes one chunk of the whole buffer.
         granule: chunks begin and end at multiples of this number of elements. The last chunk includes the padding.
     """

@@ -76,12 +76,8 @@ class CompiledSchedule(Generic[Class]):
         partial: whether ops that no list has count as done at time zero. Otherwise an op that needs such an op never starts.
 
     Attributes:
-        ops: all ops, by number.
-        lists: the list of every position, as numbers of ops.
         classes: the cost classes, in the order in which `run` takes costs.
-        class_of: for every op, the number of its class.
         channel_of: for every op, the number of its channel; -1 if the op computes.
-        queues: for every channel, its ops in order.
         waits: for every op that computes, the ops that must end before it. Earlier computing ops of the same list are left
             out.
         remote: for every op that travels, the ops that must end before it travels, with the same exception.
@@ -212,9 +208,6 @@ class CompiledSchedule(Generic[Class]):
         """Return start and end of each op if no op waits for a lane: an op starts at the latest end of its predecessors.
 
         The lists must be able to finish.
-
-        Args:
-            seconds: the seconds of every class, in the order of `classes`.
         """
         assert self._order is not None
         starts = [0.0] * len(self.ops)

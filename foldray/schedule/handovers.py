@@ -36,7 +36,6 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
     """Do the same as `with_handovers`, without a check of the orders.
 
     Args:
-        graph, orders: as for `with_handovers`.
         spans: when each op that computes begins and ends on another clock. The clock must respect the graph and the orders. A
             clock on which messages take time orders the messages of a channel as they become ready.
     """

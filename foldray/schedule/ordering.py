@@ -35,7 +35,6 @@ class Ordering(NamedTuple):
     """All choices that decide the lists of a step.
 
     Args:
-        forward, backward: how pieces overlap in each direction.
         slicing: how sequences are cut, in tokens of the whole sequence. None is whole sequences of any length.
         recompute: kinds of ops whose forward runs again before their backward.
         batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
@@ -45,7 +44,6 @@ class Ordering(NamedTuple):
             many as make the step fast.
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
-        found: the list that was found, for a kind that is found.
     """
 
     forward: Overlap = Overlap("sequential")

@@ -57,7 +57,6 @@ class SliceCost(NamedTuple):
 
     Args:
         quadratic: cost per pair of a query and a key that it sees.
-        linear: cost per token.
         windows: (name of a window, share of the blocks that have it), for all windows; empty is `full` in all blocks.
     """
 

@@ -24,7 +24,6 @@ class _RankedOp(NamedTuple):
     """An op at a rank.
 
     Args:
-        op: the op.
         rank: the rank of an op that computes; for a handover, the number of the pair of ranks within their positions; -1 for a
             collective, which all ranks of a position share, and for rows between attention and experts, which all ranks of
             two positions share.

@@ -35,9 +35,6 @@ def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tup
 
     The first number counts collectives that have computation between them and the first op that needs them. The second
     number counts those of them that were in flight during such computation.
-
-    Args:
-        order: the list of one rank.
     """
     users: dict[Op, int] = {}  # collective → index of the first op that needs it
     for place, op in enumerate(order):
