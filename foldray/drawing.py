@@ -132,7 +132,7 @@ def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> 
 
 def _routes(fold: Fold) -> list[str]:
     """Describe the routes in a line for each group of attention's ranks that send their rows to the same ranks of experts."""
-    routes, found = Routes(fold), []
+    routes, lines = Routes(fold), []
     for place in range(fold.pp):
         for position in range(fold.moe_pp):
             senders: dict[tuple[int, ...], list[int]] = {}
@@ -140,8 +140,8 @@ def _routes(fold: Fold) -> list[str]:
                 if fold.attention.coordinate(rank)["pp"] == place:
                     senders.setdefault(routes.receivers(rank, position), []).append(rank)
             names = (f"pp{place} " * (fold.pp > 1), f" of pp{position}" * (fold.moe_pp > 1))
-            found += [f"  {names[0]}{listed(ranks)} ↔ {listed(to)}{names[1]}" for to, ranks in senders.items()]
-    return found[:_ROUTES] + [f"  … {len(found) - _ROUTES} more"] * (len(found) > _ROUTES)
+            lines += [f"  {names[0]}{listed(ranks)} ↔ {listed(to)}{names[1]}" for to, ranks in senders.items()]
+    return lines[:_ROUTES] + [f"  … {len(lines) - _ROUTES} more"] * (len(lines) > _ROUTES)
 
 
 def _family(fold: Fold, view: str, family: str, nodes: Placement | None) -> str:

@@ -24,15 +24,11 @@ class OpKind(NamedTuple):
     """A kind of op.
 
     Args:
-        name: the name that ops have (`Op.kind`).
-        cut: the data that an op works on.
         letter: the letter for the op in a text drawing.
         label: the name in a legend.
         colour: the colour in a picture.
-        does: what an op of this kind does, in one line.
         half: the half of a block that takes part: attention with everything dense, the experts, or both.
         travels: the class of traffic that the op sends; None if the op computes.
-        recomputable: whether the forward may run again before the backward.
         weights: whether the backward may leave the gradients of weights to an op of their own (W).
     """
 

@@ -4,7 +4,3 @@ from foldray.finding.bound import lower_bound, recorded_bound
 from foldray.finding.found import Found, blocks_left, find, first_list
 from foldray.finding.lags import best_overlaps, settle
 from foldray.finding.problem import Problem
-
-__all__ = [
-    "Found", "Problem", "best_overlaps", "blocks_left", "find", "first_list", "lower_bound", "recorded_bound", "settle",
-]  # fmt: skip

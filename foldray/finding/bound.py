@@ -21,7 +21,6 @@ def lower_bound(problem: Problem, keep: Sequence[int] | None = None) -> float:
       that it may keep at once.
 
     Args:
-        problem: the ops and their costs.
         keep: for every position, the most blocks that it may keep at once (`Problem.kept`). None is no limit.
     """
     bounds = [max(problem.tails, default=0.0), *_lanes(problem)]
@@ -31,12 +30,7 @@ def lower_bound(problem: Problem, keep: Sequence[int] | None = None) -> float:
 
 
 def recorded_bound(graph: StepGraph, recordings: Sequence[Recording]) -> float:
-    """Return the seconds that no list of a recorded step's ops can beat.
-
-    Args:
-        graph: the graph of the step.
-        recordings: the step as every rank has recorded it.
-    """
+    """Return the seconds that no list of a recorded step's ops can beat."""
     return lower_bound(Problem(graph, recorded_cost(graph, recordings)))
 
 
@@ -56,8 +50,11 @@ def _lanes(problem: Problem) -> list[float]:
 
 def _memory(problem: Problem, position: int, most: int) -> float:
     """Return the bound of a position's memory: it keeps each block for the longest path from the block's first op to its last."""
-    own, known, total = _by_micro_batch(problem), dict[object, float](), 0.0
-    for ops in own.values():
+    by_micro_batch, known, total = defaultdict[int, list[int]](list), dict[object, float](), 0.0
+    for i, group in enumerate(problem.group):
+        if group >= 0:
+            by_micro_batch[group].append(i)
+    for ops in by_micro_batch.values():
         # Micro-batches have equal ops. Most have equal costs, too.
         costs = tuple(sorted((*problem.relative(i), problem.seconds[i]) for i in ops))
         if costs not in known:
@@ -67,22 +64,14 @@ def _memory(problem: Problem, position: int, most: int) -> float:
     return total / most
 
 
-def _by_micro_batch(problem: Problem) -> dict[int, list[int]]:
-    found = defaultdict[int, list[int]](list)
-    for i, group in enumerate(problem.group):
-        if group >= 0:
-            found[group].append(i)
-    return found
-
-
 def _longest(problem: Problem, ops: Sequence[int], position: int, block: tuple[int, int]) -> float:
     """Return the longest path between ops of a block at a position, among the ops of its micro-batch."""
     paths, longest = dict[int, float](), 0.0
     for i in ops:
-        own = problem.channel[i] < 0 and problem.block[i] == block and problem.places[i][0] == position
+        of_block = problem.channel[i] < 0 and problem.block[i] == block and problem.places[i][0] == position
         before = [paths[need] for need in problem.needs[i] if need in paths]
-        if before or own:
+        if before or of_block:
             paths[i] = max(before, default=0.0) + problem.seconds[i]
-            if own:
+            if of_block:
                 longest = max(longest, paths[i])
     return longest

@@ -37,7 +37,6 @@ class Found(NamedTuple):
     """A schedule that was found.
 
     Args:
-        schedule: the lists of all positions.
         seconds: seconds of the step, by the simulator.
         bound: seconds that no list can beat (`lower_bound`).
         named, named_seconds: the fastest list with a name that keeps no more blocks, and its seconds.
@@ -57,38 +56,35 @@ class Found(NamedTuple):
 def find(graph: StepGraph, cost: Cost, ahead: float = 1, moves: bool = True, before: Schedule | None = None) -> Found:
     """Return the fastest schedule that is found at given costs. The same arguments give the same schedule.
 
-    First, the named lists are simulated. Then list scheduling runs the step by several rules. Some of them follow named lists. At
-    last, local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
+    First, the named lists are simulated. Then list scheduling runs the step by several rules, some of which follow named lists.
+    Finally, local moves improve the fastest step. The fastest named list within the memory is returned if nothing is faster.
 
     Args:
-        graph: the graph of the step.
-        cost: the cost of every op.
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches. A position keeps a block of a
             micro-batch from the first of its ops there to the last one.
-        moves: whether local moves improve the fastest step.
         before: a schedule of the same graph that was found at other costs. No slower one is returned.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
     limits = _Limits.of(problem, ahead)
     named = {name: _Timed.of(problem, lists, cost) for name, lists in _named(graph).items()}
-    within = {name: each for name, each in named.items() if limits.allow(problem, each.schedule)}
+    within = {name: timed for name, timed in named.items() if limits.allow(problem, timed.schedule)}
     name = min(within, key=lambda name: within[name].seconds)
     given = [within[name], *([_Timed.of(problem, before, cost)] if before else [])]
     # The order of `weave` leads to good lists even where it needs too much memory itself.
     followed = [*given, *(named[kind] for kind in (WEAVE.name,) if kind in named and kind != name)]
-    priorities = [*(ranked(problem) for ranked in _RULES.values()), *(each.starts(problem) for each in followed)]
-    rules = [*_rules(problem, limits.keeps, limits.left, priorities), *(each.rule(problem, limits) for each in given)]
+    priorities = [*(_ranked(problem, key) for key in _KEYS), *(timed.starts(problem) for timed in followed)]
+    rules = [
+        *_rules(problem, (limits.own, limits.some, limits.most), limits.left, priorities),
+        *(timed.rule(problem, limits) for timed in given),
+    ]
     bound = lower_bound(problem, limits.most)
     quickest = _quickest(problem, rules, cost)
     runs = min(_MOST_RUNS, max(0, _WORK // len(problem.ops) - len(rules))) if moves else 0
     moved = improve(problem, *quickest, runs, bound)
     steps = [_Timed.of(problem, step.schedule(problem), cost) for step in (quickest[0], moved)]
     if graph.apart:
-        steps = [_received_early(problem, each, limits, cost) for each in steps]
-    best = min(*given, *steps, key=lambda each: each.seconds)
+        steps = [_received_early(problem, timed, limits, cost) for timed in steps]
+    best = min(*given, *steps, key=lambda timed: timed.seconds)
     return Found(best.schedule, best.seconds, bound, name, within[name].seconds, problem.kept(best.schedule), limits.own)
 
 
@@ -96,22 +92,16 @@ def first_list(graph: StepGraph, cost: Cost, ahead: float = 1) -> Schedule:
     """Return the fastest list of list scheduling by its own rules, without named lists and local moves.
 
     It is much quicker than `find` without moves, and may be slower than the fastest named list.
-
-    Args:
-        graph, cost, ahead: as for `find`.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     problem = Problem(graph, cost)
-    limits, priorities = _Limits.of(problem, ahead), [ranked(problem) for ranked in _RULES.values()]
+    limits, priorities = _Limits.of(problem, ahead), [_ranked(problem, key) for key in _KEYS]
     step, _ = _quickest(problem, _rules(problem, (limits.most,), limits.left, priorities), cost)
     if graph.apart:
         return _received_early(problem, _Timed.of(problem, step.schedule(problem), cost), limits, cost).schedule
     return step.schedule(problem)
 
 
-def _received_early(problem: Problem, found: _Timed, limits: _Limits, cost: Cost) -> _Timed:
+def _received_early(problem: Problem, timed: _Timed, limits: _Limits, cost: Cost) -> _Timed:
     """Return the same order of computation, with rows received as early as in AF-Pipe's lists, if memory allows it.
 
     A rank posts a receive before what it computes next. If rows leave a little earlier than predicted, and the receiver has begun
@@ -119,9 +109,9 @@ def _received_early(problem: Problem, found: _Timed, limits: _Limits, cost: Cost
     behind the rows begins. docs/notebook/disaggregation.md has what this gains.
     """
     graph = problem.graph
-    orders = tuple(tuple(op for op in ops if graph.channel(op) is None) for ops in found.schedule)
-    early = place_handovers(graph, orders, {op: found.spans[op] for ops in orders for op in ops})
-    return _Timed.of(problem, early, cost) if limits.allow(problem, early) else found
+    orders = tuple(tuple(op for op in ops if graph.channel(op) is None) for ops in timed.schedule)
+    early = place_handovers(graph, orders, {op: timed.spans[op] for ops in orders for op in ops})
+    return _Timed.of(problem, early, cost) if limits.allow(problem, early) else timed
 
 
 class _Timed(NamedTuple):
@@ -169,16 +159,13 @@ class _Limits(NamedTuple):
         plain, blocks = step_schedule(problem.graph, Overlap(SEQUENTIAL.name)), problem.blocks
         kept = problem.kept(plain)
         some, most = (
-            tuple(map(sum, zip(kept, (int(each * count) for count in blocks), strict=True))) for each in (ahead / 2, ahead)
+            tuple(map(sum, zip(kept, (int(micro_batches * count) for count in blocks), strict=True)))
+            for micro_batches in (ahead / 2, ahead)
         )
         left = tuple(problem.graph.micro_batches * count for count in blocks)
         if problem.graph.recompute:
             left = tuple(map(max, problem.left(plain), (blocks_left(count, ahead) for count in blocks)))
         return cls(kept, some, most, left)
-
-    @property
-    def keeps(self) -> tuple[tuple[int, ...], ...]:
-        return self.own, self.some, self.most
 
     def allow(self, problem: Problem, schedule: Schedule) -> bool:
         pairs = zip((*problem.kept(schedule), *problem.left(schedule)), (*self.most, *self.left), strict=True)
@@ -207,7 +194,7 @@ def _rules(
     """
     for keep, priority in product(dict.fromkeys(keeps), priorities):
         fewest = [-(-most // blocks) for most, blocks in zip(keep, problem.blocks, strict=True)]
-        for alive in fewest, [each + 1 for each in fewest], _anything(problem):
+        for alive in fewest, [count + 1 for count in fewest], _anything(problem):
             yield Rule(priority, keep, alive, left)
 
 
@@ -218,14 +205,13 @@ def _quickest(problem: Problem, rules: Iterable[Rule], cost: Cost) -> tuple[Walk
     has promised to an op goes to another one that asks for it first. So the simulator chooses among the best.
     """
     steps = [(step, rule) for rule in rules if (step := walk(problem, rule)) is not None]
-    best = sorted(steps, key=lambda each: each[0].seconds)[: _MOST_SIMULATED if problem.positions > 1 else 1]
-    return min(best, key=lambda each: _Timed.of(problem, each[0].schedule(problem), cost).seconds)
+    best = sorted(steps, key=lambda pair: pair[0].seconds)[: _MOST_SIMULATED if problem.positions > 1 else 1]
+    return min(best, key=lambda pair: _Timed.of(problem, pair[0].schedule(problem), cost).seconds)
 
 
 def _named(graph: StepGraph) -> dict[str, Schedule]:
     """Return the named lists of this graph that differ, by name."""
-    # Of lags, a list has those that differ.
-    lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]
+    lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]  # lags above the degree give equal lists
     ways = [
         Overlap(SEQUENTIAL.name),
         Overlap(ONE_A_ONE_M.name),
@@ -241,30 +227,17 @@ def _named(graph: StepGraph) -> dict[str, Schedule]:
     return {name: lists for lists, name in names.items()}
 
 
-Priorities = Callable[[Problem], list[float]]
+_KEYS: Sequence[Callable[[Problem, int], tuple[float, ...]]] = (
+    lambda problem, i: (-problem.tails[i],),  # the longest path to the end goes first
+    lambda problem, i: (problem.group[i], -problem.tails[i]),  # the oldest micro-batch
+    lambda problem, i: (problem.ops[i].direction == "F", problem.group[i], -problem.tails[i]),  # backward, to end early
+)
+"""Priorities of ops in list scheduling: (problem, number of the op) → a key."""
 
 
-def _longest_path(problem: Problem) -> list[float]:
-    """What most time depends on goes first."""
-    return _ranked(problem, lambda i: (-problem.tails[i],))
-
-
-def _oldest(problem: Problem) -> list[float]:
-    """The oldest micro-batch goes first."""
-    return _ranked(problem, lambda i: (problem.group[i], -problem.tails[i]))
-
-
-def _backward(problem: Problem) -> list[float]:
-    """Backward goes first, so that micro-batches end early."""
-    return _ranked(problem, lambda i: (problem.ops[i].direction == "F", problem.group[i], -problem.tails[i]))
-
-
-_RULES: Mapping[str, Priorities] = {"longest path": _longest_path, "oldest": _oldest, "backward": _backward}
-
-
-def _ranked(problem: Problem, key: Callable[[int], tuple[float, ...]]) -> list[float]:
+def _ranked(problem: Problem, key: Callable[[Problem, int], tuple[float, ...]]) -> list[float]:
     """Return the rank of every op by a key. Gradients of weights go last: nobody waits for them before the end."""
-    order = sorted(range(len(problem.ops)), key=lambda i: (problem.ops[i].direction == "W", key(i), i))
+    order = sorted(range(len(problem.ops)), key=lambda i: (problem.ops[i].direction == "W", key(problem, i), i))
     ranks = [0.0] * len(order)
     for rank, i in enumerate(order):
         ranks[i] = float(rank)

@@ -40,9 +40,6 @@ class Walk(NamedTuple):
     """A step that has run.
 
     Args:
-        seconds: when its last op ends.
-        lists: the list of every position, as numbers of ops.
-        starts, ends: for every op, when it starts and ends.
         ahead: for every op, the op before it on its lane; -1 if there is none.
     """
 
@@ -53,28 +50,26 @@ class Walk(NamedTuple):
     ahead: list[int]
 
     def schedule(self, problem: Problem) -> Schedule:
-        return tuple(tuple(map(problem.ops.__getitem__, own)) for own in self.lists)
+        return tuple(tuple(map(problem.ops.__getitem__, numbers)) for numbers in self.lists)
 
 
 def walk(problem: Problem, rule: Rule) -> Walk | None:
     """Run the step. Return None if ops that are held wait for each other."""
     run = _Run(problem, rule)
     run.run()
-    if sum(len(each.order) for each in run.positions) < sum(map(len, problem.places)):
+    if sum(len(position.order) for position in run.positions) < sum(map(len, problem.places)):
         return None
-    return Walk(max(run.ends, default=0.0), [each.order for each in run.positions], run.starts, run.ends, run.ahead)
+    return Walk(max(run.ends, default=0.0), [position.order for position in run.positions], run.starts, run.ends, run.ahead)
 
 
 class _Position:
     """The host of a position and what waits there.
 
     Attributes:
-        order: its list so far.
         free: when the computation that it has started ends; `running` is the place of this computation in the list.
         ready: ops that compute and can start, as a heap of (priority, op).
         waiting: ops that travel and can be posted.
         ops: micro-batch and block → number of its ops that compute here and have not ended.
-        left: blocks whose backward has left gradients of weights.
         kept: micro-batch that has begun → its blocks that are kept; `done` counts those that have ended.
         oldest: the first micro-batch that has not ended.
         last: lane → (its last op, when it is free again).
@@ -171,20 +166,20 @@ class _Run:
             self._let_go(i)
             heapq.heappush(self.events, (until, i, number))
         elif position.waiting:  # look again when a link is free
-            heapq.heappush(self.events, (min(self._earliest(each, now) for each in position.waiting), -1, number))
+            heapq.heappush(self.events, (min(self._earliest(op, now) for op in position.waiting), -1, number))
 
     def _next(self, number: int) -> int:
         """Return the best op that is ready and for whose block there is memory; -1 if there is none."""
-        position, aside, found = self.positions[number], [], -1
-        while position.ready and found < 0:
+        position, aside, best = self.positions[number], [], -1
+        while position.ready and best < 0:
             entry = heapq.heappop(position.ready)
             if self._may_leave(number, entry[1]) and self._may_keep(number, entry[1]):
-                found = entry[1]
+                best = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
             heapq.heappush(position.ready, entry)
-        return found
+        return best
 
     def _may_leave(self, number: int, i: int) -> bool:
         """Return whether a position may leave gradients of weights of an op's block for later, and note that it does.
@@ -212,10 +207,10 @@ class _Run:
         elif block in position.kept[group]:
             return True
         blocks, later = self.problem.blocks[number], 1
-        for each in range(len(position.kept) - 1, position.oldest - 1, -1):
-            if each < group and blocks - position.done[each] + later > self.rule.keep[number]:
+        for begun in range(len(position.kept) - 1, position.oldest - 1, -1):
+            if begun < group and blocks - position.done[begun] + later > self.rule.keep[number]:
                 return False
-            later += len(position.kept[each])
+            later += len(position.kept[begun])
         position.kept.setdefault(group, set()).add(block)
         position.done.setdefault(group, 0)
         return True
@@ -233,7 +228,7 @@ class _Run:
     def _post(self, position: _Position, now: float, until: float) -> None:
         """Post ops that can start to travel before `until`: always the one that can start first, or the best one of those."""
         while position.waiting:
-            start, _, i = min((self._earliest(each, now), self.rule.priority[each], each) for each in position.waiting)
+            start, _, i = min((self._earliest(op, now), self.rule.priority[op], op) for op in position.waiting)
             if start > now and start >= until:
                 return
             position.waiting.remove(i)
@@ -243,7 +238,7 @@ class _Run:
         problem, at, places = self.problem, start, self.problem.places[i]
         self.starts[i] = start
         before = [self.positions[place].last.get(problem.lanes[i][0][0], (-1, 0.0)) for place in places]
-        self.ahead[i] = max(before, key=lambda each: each[1])[0]
+        self.ahead[i] = max(before, key=lambda last: last[1])[0]
         for lane, seconds in problem.lanes[i]:
             at = max([at, *(self.positions[place].until(lane) for place in places)]) + seconds
             for place in places:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from foldray.kinds import EMBED, HEAD
 from foldray.schedule import COMPUTE, ONE_A_ONE_M, STREAM, Cost, Op, OpCosts, Ordering, Overlap, StepGraph, step_schedule
 from foldray.timeline.simulator import simulate
@@ -32,18 +34,13 @@ def settle(ordering: Ordering, graph: StepGraph, stage: int, costs: OpCosts) -> 
 
     Args:
         ordering: the ordering so far. An overlap with an open lag is replaced by the fastest one (`best_overlaps`).
-        graph: the graph of the whole step.
-        stage: number of the stage.
-        costs: the measured times of the stage's ops, in seconds.
     """
     ordering = ordering._replace(costs=costs)
     if not ordering.open:
         return ordering
     blocks = graph.stages[stage][:_BLOCKS]
-    seconds, alone = dict(costs.seconds), StepGraph(
-        (blocks,), graph.slicing, micro_batches=graph.batch_degree, ragged=graph.ragged, recompute=graph.recompute,
-        batch_degree=graph.batch_degree, gathers=graph.gathers, later=graph.later,
-    )  # fmt: skip
+    alone = replace(graph, stages=(blocks,), pp=1, micro_batches=graph.batch_degree, chunks=(), places=())
+    seconds = dict(costs.seconds)
 
     def cost(op: Op) -> tuple[tuple[str, float], ...]:
         channel, outside = alone.channel(op), op.kind in (EMBED, HEAD)  # they may belong to other stages

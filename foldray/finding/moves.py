@@ -25,7 +25,7 @@ _MOST_SEARCHES, _ENOUGH = 12, 500  # searches that take swaps for the worse, and
 _TEMPERATURES = (0.005, 0.02)  # relative growth of seconds that a search takes at its start with a chance of 1/e
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     """A step and the rule that makes it."""
 
     step: Walk
@@ -36,22 +36,22 @@ def improve(problem: Problem, step: Walk, rule: Rule, runs: int, goal: float = 0
     """Return the fastest step found by swaps, beginning with `step`.
 
     Args:
-        step: the step to begin with.
         rule: the rule that it was made with; its priorities are replaced by the starts of the ops.
-        runs: most runs of the step.
         goal: seconds that no step can be faster than; the search ends there.
     """
-    start = _Found(step, rule._replace(priority=step.starts))
+    start = _Candidate(step, rule._replace(priority=step.starts))
     best = _search(problem, start, runs // 4, goal)
     searches = max(len(_TEMPERATURES), min(_MOST_SEARCHES, runs // _ENOUGH))
     for seed in range(searches):
         temperature = _TEMPERATURES[seed % len(_TEMPERATURES)]
-        other = _search(problem, start, runs // (2 * searches), goal, temperature, seed)
-        best = min(best, other, _search(problem, other, runs // (4 * searches), goal), key=lambda each: each.step.seconds)
+        searched = _search(problem, start, runs // (2 * searches), goal, temperature, seed)
+        best = min(
+            best, searched, _search(problem, searched, runs // (4 * searches), goal), key=lambda candidate: candidate.step.seconds
+        )
     return best.step
 
 
-def _search(problem: Problem, start: _Found, runs: int, goal: float, temperature: float = 0.0, seed: int = 0) -> _Found:
+def _search(problem: Problem, start: _Candidate, runs: int, goal: float, temperature: float = 0.0, seed: int = 0) -> _Candidate:
     """Return the best step of a walk by swaps. At a temperature, which falls to zero, it also takes swaps for the worse."""
     draw, best, now, left = random.Random(seed), start, start, runs
     seen: set[tuple[int, int]] = set()  # swaps that are not tried again before the step is shorter
@@ -71,18 +71,18 @@ def _search(problem: Problem, start: _Found, runs: int, goal: float, temperature
                 seen.clear()
             else:  # back again would not help
                 seen.update((pair, pair[::-1]))
-            now = _Found(step, rule)
+            now = _Candidate(step, rule)
             break
         else:
             if not temperature or not seen:
                 return best
             seen.clear()
             left -= 1
-        best = min(best, now, key=lambda each: each.step.seconds)
+        best = min(best, now, key=lambda candidate: candidate.step.seconds)
     return best
 
 
-def _swapped(problem: Problem, now: _Found, before: int, after: int, hold: bool) -> Rule:
+def _swapped(problem: Problem, now: _Candidate, before: int, after: int, hold: bool) -> Rule:
     """Return the rule that has two neighbours of a lane in the other order.
 
     Args:

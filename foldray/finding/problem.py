@@ -17,16 +17,11 @@ class Problem:
     Beside what the graph says, ops that add to the same gradients keep the order in which one micro-batch after the other would
     add them, so the sums have the same bits for all lists.
 
-    Args:
-        graph: the graph of the step.
-        cost: the cost of every op.
-
     Attributes:
         ops: all ops. An op comes after all ops that it needs.
         needs, users: for every op, the ops that must end before it, and the ops that wait for it.
         places: for every op, the positions that take part, the sender first.
         channel: for every op, the number of its channel; -1 if the op computes.
-        seconds: for every op, how long it takes.
         lanes: for every op that travels, (lane, seconds) one after another. Each position has each lane once.
         group: for every op, the number of its micro-batch; parts that go through the stages together count as one.
         block: for every op, (its micro-batch as in `group`, its block).
@@ -139,13 +134,13 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
 
 def _sorted(needs: dict[Op, dict[Op, None]]) -> tuple[Op, ...]:
     """Return the ops in an order in which every op follows those that it needs, and else as given."""
-    found: dict[Op, None] = {}
+    ordered: dict[Op, None] = {}
     for op in needs:
         stack = [op]
         while stack:
-            missing = next((need for need in needs[stack[-1]] if need not in found), None)
+            missing = next((need for need in needs[stack[-1]] if need not in ordered), None)
             if missing is None:
-                found[stack.pop()] = None
+                ordered[stack.pop()] = None
             else:
                 stack.append(missing)
-    return tuple(found)
+    return tuple(ordered)

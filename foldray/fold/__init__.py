@@ -7,8 +7,3 @@ from foldray.fold.fold import FAMILIES, Fold, divisors
 from foldray.fold.grid import Grid
 from foldray.fold.placement import HEAT, Arrangement, Placement, best_order
 from foldray.fold.traffic import ROWS, Edges, Flow, Share
-
-__all__ = [
-    "ATTENTION_AXES", "FAMILIES", "HEAT", "MOE_AXES", "ROWS", "Arrangement", "Edges", "Flow", "Fold", "Grid", "Placement", "Room",
-    "Share", "arrange", "best_order", "divisors", "filled", "listed", "nearest_disjoint", "nearest_folds",
-]  # fmt: skip

@@ -30,8 +30,6 @@ class Room(NamedTuple):
     """Room for ranks on a node.
 
     Args:
-        node: number of the node.
-        seats: how many ranks it takes.
         kind: the ranks that it is for. Rooms of several kinds may be on one node.
     """
 
@@ -46,12 +44,8 @@ def arrange(edges: Edges, rooms: Sequence[Room], kinds: Sequence[str] | None = N
     If no other arrangement is better, ranks fill the rooms one after the other.
 
     Args:
-        edges: the fold and its traffic.
         rooms: the rooms. If they have more seats than there are ranks, some stay free.
         kinds: the kind of every rank; None is "" for all.
-
-    Raises:
-        UserError: there are fewer seats of a kind than ranks.
     """
     world = edges.fold.world_size
     kinds = [""] * world if kinds is None else list(kinds)
@@ -69,14 +63,14 @@ def arrange(edges: Edges, rooms: Sequence[Room], kinds: Sequence[str] | None = N
             if tuple(where) not in known:
                 known.add(tuple(where))
                 scored.append((edges.across(where), len(scored), where))
-    found, best = first, scored[0][0]
-    for across, _, where in sorted(scored, key=lambda each: each[:2])[: max(_IMPROVED, _SMALL // all_seats)]:
+    chosen, best = first, scored[0][0]
+    for across, _, where in sorted(scored, key=lambda beginning: beginning[:2])[: max(_IMPROVED, _SMALL // all_seats)]:
         if across and all_seats <= _MOST_SEATS:
             where = _improved(edges.matrix, where, rooms, kinds)
             across = edges.across(where)
         if across < best * (1 - _EQUAL):
-            found, best = where, across
-    return tuple(map(int, found))
+            chosen, best = where, across
+    return tuple(map(int, chosen))
 
 
 def filled(order: Sequence[int], rooms: Sequence[Room], kinds: Sequence[str] | None = None, unit: int = 1) -> np.ndarray:
@@ -85,14 +79,14 @@ def filled(order: Sequence[int], rooms: Sequence[Room], kinds: Sequence[str] | N
     Args:
         order: the ranks. Each `unit` of them stay together as long as a room has as many seats.
     """
-    found = np.full(len(order), -1)
+    node_of = np.full(len(order), -1)
     for kind in ("",) if kinds is None else dict.fromkeys(kinds):
         ranks = [rank for rank in order if kinds is None or kinds[rank] == kind]
-        own = [room for room in rooms if room.kind == kind]
-        whole = [room.node for room in own for _ in range(room.seats // unit * unit)]
-        rest = [room.node for room in own for _ in range(room.seats % unit)]
-        found[ranks] = [*whole, *rest][: len(ranks)]
-    return found
+        fitting = [room for room in rooms if room.kind == kind]
+        whole = [room.node for room in fitting for _ in range(room.seats // unit * unit)]
+        rest = [room.node for room in fitting for _ in range(room.seats % unit)]
+        node_of[ranks] = [*whole, *rest][: len(ranks)]
+    return node_of
 
 
 def _enough(rooms: Sequence[Room], world: int) -> list[Room]:
@@ -104,9 +98,9 @@ def _enough(rooms: Sequence[Room], world: int) -> list[Room]:
         return rooms
     kept: list[int] = []
     for kind in dict.fromkeys(room.kind for room in rooms):
-        own = sorted((i for i, room in enumerate(rooms) if room.kind == kind), key=lambda i: -rooms[i].seats)
-        total = list(itertools.accumulate(rooms[i].seats for i in own))
-        kept += [i for i, before in zip(own, [0, *total], strict=False) if before < 2 * world]
+        fitting = sorted((i for i, room in enumerate(rooms) if room.kind == kind), key=lambda i: -rooms[i].seats)
+        total = list(itertools.accumulate(rooms[i].seats for i in fitting))
+        kept += [i for i, before in zip(fitting, [0, *total], strict=False) if before < 2 * world]
     return [rooms[i] for i in sorted(kept)]
 
 
@@ -126,8 +120,8 @@ def _orders(fold: Fold) -> Iterator[tuple[list[int], list[int]]]:
     """Yield all ranks in an order of the axes of a grid, with the sizes of the axes. If the grids have ranks of their own, both
     are in an order of their axes."""
     if fold.disjoint:
-        for (ranks, sizes), (others, _) in itertools.product(_grid_orders(fold.attention), _grid_orders(fold.moe)):
-            yield [rank - fold.offset for rank in (*ranks, *others)], sizes
+        for (ranks, sizes), (expert_ranks, _) in itertools.product(_grid_orders(fold.attention), _grid_orders(fold.moe)):
+            yield [rank - fold.offset for rank in (*ranks, *expert_ranks)], sizes
         return
     for grid in fold.views.values():
         for ranks, sizes in _grid_orders(grid):
@@ -147,7 +141,6 @@ def _improved(traffic: np.ndarray, where: np.ndarray, rooms: Sequence[Room], kin
 
     Args:
         traffic: between each two ranks, in both directions together.
-        where: the node of every rank.
     """
     world = len(where)
     names = {name: number for number, name in enumerate(dict.fromkeys([*kinds, *(room.kind for room in rooms)]))}

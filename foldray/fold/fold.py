@@ -38,8 +38,8 @@ class Fold:
         offset: first rank of the fold in a larger cluster.
         expert_ranks: number of ranks that only the experts use, the last ones of the fold; 0 if both grids cover all ranks.
         expert_pp: pipeline positions of experts that have ranks of their own; None is pp.
-        ep_inside: how many neighbours of an expert parallel group share a node. They are groups of their own, and so are the
-            ranks with the same place in these groups (ep_across of them).
+        ep_inside: how many neighbours of an expert parallel group share a node. These neighbours are a group, and so are the
+            ep_across ranks with the same place in such groups.
 
     Raises:
         UserError: a size is less than 1 or does not divide, `expert_ranks` leaves no rank to attention, `expert_pp` is given
@@ -148,7 +148,7 @@ class Fold:
     def _two_levels(self) -> Grid:
         """The experts' grid with two axes in the place of ep."""
         sizes = dict(zip(self.moe.axes, self.moe.sizes, strict=True)) | {axis: getattr(self, axis) for axis in _TWO_LEVELS}
-        axes = [each for axis in self.moe.axes for each in (_TWO_LEVELS if axis == "ep" else (axis,))]
+        axes = [level for axis in self.moe.axes for level in (_TWO_LEVELS if axis == "ep" else (axis,))]
         return Grid(tuple(axes), tuple(sizes[axis] for axis in axes), self.moe.offset)
 
     @property
@@ -172,11 +172,7 @@ class Fold:
         share a node, and ep_across those with the same place among them.
 
         Args:
-            family: name of the family.
             view: the grid whose pp family is meant; None is attention's grid.
-
-        Raises:
-            UserError: no such family exists.
         """
         if family == "expert_stage":
             return self.moe.groups([axis for axis in MOE_AXES if axis != "pp"])
@@ -187,11 +183,7 @@ class Fold:
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in groups) if family == "embedding" else groups
 
     def axes(self, family: str, view: str | None = None) -> tuple[Grid, tuple[str, ...]]:
-        """Return the grid that a group family belongs to, and the axes along which its groups lie.
-
-        Raises:
-            UserError: no such family exists.
-        """
+        """Return the grid that a group family belongs to, and the axes along which its groups lie."""
         if family in _TWO_LEVELS:
             return self._two_levels, (family,)
         for name, families in FAMILIES.items():
@@ -221,8 +213,8 @@ class Fold:
 
     def __str__(self) -> str:
         attention = " ".join(f"{axis.upper()}{getattr(self, axis)}" for axis in ATTENTION_AXES)
-        own = {"ep": f"/{self.ep_inside}" if self.ep_inside > 1 else ""}
-        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}{own.get(axis, '')}" for axis in MOE_AXES[:3])
+        inside = {"ep": f"/{self.ep_inside}" if self.ep_inside > 1 else ""}
+        moe = " ".join(f"{axis.upper()}{getattr(self, axis)}{inside.get(axis, '')}" for axis in MOE_AXES[:3])
         return f"{attention} & {moe} PP{self.moe_pp}" if self.disjoint else f"{attention} | {moe}"
 
 

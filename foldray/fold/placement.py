@@ -34,10 +34,6 @@ class Placement:
 
     Args:
         fold: the fold. Its `offset` is its first rank in the cluster, so it may begin in the middle of a node.
-        ranks_per_node: ranks that share a node.
-
-    Raises:
-        UserError: `ranks_per_node` is less than 1.
     """
 
     fold: Fold
@@ -108,7 +104,6 @@ class Arrangement(Placement):
     """The ranks of a fold on any nodes, such as nodes of different sizes.
 
     Args:
-        fold: the fold.
         ranks_per_node: most ranks that share a node.
         where: the node of every rank of the fold.
     """
@@ -132,7 +127,7 @@ class Arrangement(Placement):
 
     def ranks(self, node: int) -> list[int]:
         """Return the ranks on a node."""
-        return [rank for rank, own in enumerate(self.where, self.fold.offset) if own == node]
+        return [rank for rank, seat in enumerate(self.where, self.fold.offset) if seat == node]
 
 
 def best_order(fold: Fold, ranks_per_node: int, heat: Mapping[str, float] = HEAT) -> Fold:

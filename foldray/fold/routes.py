@@ -23,7 +23,6 @@ class Routes:
         """Return the ranks of an expert position that a rank of attention sends rows to, by EP index.
 
         Args:
-            rank: a rank of attention.
             position: pipeline position of the experts, from 0.
         """
         return self._copies[position][self._copy_of(rank)]
@@ -32,7 +31,6 @@ class Routes:
         """Return the ranks of an attention position that send rows to a rank of the experts.
 
         Args:
-            rank: a rank of the experts.
             position: pipeline position of attention, from 0.
         """
         place = self.fold.moe.coordinate(rank)
@@ -40,8 +38,8 @@ class Routes:
         return tuple(sender for sender in self._attention[position] if self._copy_of(sender) == copy)
 
     def _copy_of(self, rank: int) -> int:
-        own = self._attention[self.fold.attention.coordinate(rank)["pp"]]
-        return own.index(rank) * self.fold.etp * self.fold.edp // len(own)
+        senders = self._attention[self.fold.attention.coordinate(rank)["pp"]]
+        return senders.index(rank) * self.fold.etp * self.fold.edp // len(senders)
 
     @cached_property
     def _attention(self) -> list[tuple[int, ...]]:
@@ -53,8 +51,8 @@ class Routes:
     def _copies(self) -> list[list[tuple[int, ...]]]:
         """The copies of every position of the experts: the ranks of each copy, by EP index."""
         fold, grid = self.fold, self.fold.moe
-        found = [[[0] * fold.ep for _ in range(fold.etp * fold.edp)] for _ in range(fold.moe_pp)]
+        copies = [[[0] * fold.ep for _ in range(fold.etp * fold.edp)] for _ in range(fold.moe_pp)]
         for rank in grid.ranks:
             place = grid.coordinate(rank)
-            found[place["pp"]][place["edp"] * fold.etp + place["etp"]][place["ep"]] = rank
-        return [[tuple(copy) for copy in position] for position in found]
+            copies[place["pp"]][place["edp"] * fold.etp + place["etp"]][place["ep"]] = rank
+        return [[tuple(copy) for copy in position] for position in copies]

@@ -15,13 +15,10 @@ from foldray.schedule import (
     Chunk,
     Ordering,
     PipelineGraph,
-    Place,
     Slicing,
     StepGraph,
     check_pipeline,
     cut_buffer,
-    gathers,
-    leaves_weights,
 )
 
 FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
@@ -169,19 +166,8 @@ class Candidate:
     @cached_property
     def graph(self) -> StepGraph:
         """The graph of the step that training would run, without reductions."""
-        return StepGraph(
-            self.stages,
-            self.pieces.slicing,
-            self.fold.pp,
-            self.micro_batches * self.ordering.batch_degree,
-            ragged=False,
-            recompute=self.ordering.recompute,
-            batch_degree=self.ordering.batch_degree,
-            gathers=gathers(self.pieces.slicing, self.fold.cp),
-            places=tuple(Place(*place) for place in self.ownership.places),
-            tied=self.job.model.tied_embeddings,
-            later=leaves_weights(self.job.model) if self.ordering.weights_apart else (),
-        )
+        parts = self.micro_batches * self.ordering.batch_degree
+        return self.ordering.graph(self.ownership, self.stages, self.job.seq_len, parts, ragged=False)
 
     @cached_property
     def reducing(self) -> StepGraph:

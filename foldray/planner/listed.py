@@ -22,7 +22,7 @@ from foldray.planner.prediction import Step, straggling
 from foldray.planner.search import Planned
 from foldray.planner.space import RECOMPUTE
 from foldray.planner.whole import LongStep, long_step
-from foldray.schedule import LIST, Sequences, SliceCost, make_ordering
+from foldray.schedule import LIST, Ordering, Overlap, Sequences, SliceCost
 
 DEGREES = (1, 2)
 AHEADS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
@@ -86,8 +86,8 @@ def _leaner_and_leaner(candidate: Candidate, kind: str, degree: int) -> Iterator
     """Yield the candidate with another kind of schedule, first with the most memory."""
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of(job.model)
-    sequences = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp))
-    ordering = make_ordering(sequences, kind, degree, reduction=old.reduction, weights_apart=True)
+    cut = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp)).cut_for(kind, degree)
+    ordering = Ordering(Overlap(kind), Overlap(kind), cut, reduction=old.reduction, weights_apart=True)
     for again in (old.recompute, *(each for each in RECOMPUTE if set(each) > set(old.recompute))):
         for ahead in AHEADS if ordering.forward.row.found else AHEADS[:1]:
             yield replace(candidate, ordering=ordering._replace(recompute=again, ahead=ahead))

@@ -16,7 +16,7 @@ from foldray.schedule import (
     PipelineGraph,
     Slicing,
     StepGraph,
-    computed,
+    passes,
     place_handovers,
     stage_order,
 )
@@ -108,7 +108,7 @@ class PipelineList:
         def cost_class(op: Op) -> StagePass:
             return StagePass(op.kind, op.direction, op.layer)
 
-        schedule = place_handovers(graph, tuple(computed(graph, place) for place in range(graph.pp)))
+        schedule = place_handovers(graph, tuple(passes(graph, place).ops for place in range(graph.pp)))
         self.compiled = CompiledSchedule(graph, schedule, cost_class)
         last = {op.layer: i for i, op in enumerate(self.compiled.ops) if op.kind != HANDOVER and op.direction == "B"}
         self.last_backward = [[last[stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]

@@ -14,7 +14,7 @@ from foldray.planner.candidate import Job
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.network import Network
-from foldray.schedule import OVERLAPS, Ordering, Reduction, Sequences, SliceCost, make_ordering, overlap_kind
+from foldray.schedule import OVERLAPS, Ordering, Overlap, Reduction, Sequences, SliceCost, overlap_kind
 
 DEGREES = (2, 4, 8)
 BATCH_DEGREES = (1, 2)
@@ -89,7 +89,7 @@ class Space:
         sequences = Sequences(self.job.seq_len, SliceCost.of(self.job.model), smallest)
         for kind, degree in itertools.product(self._kinds(batch_degree), self._degrees(batch_degree)):
             if sequences.length // sequences.multiple_of >= degree:
-                yield make_ordering(sequences, kind, degree, 1, backward_lag=1, batch_degree=batch_degree)
+                yield Ordering(Overlap(kind, 1), Overlap(kind, 1), sequences.cut_for(kind, degree), batch_degree=batch_degree)
 
     def _kinds(self, batch_degree: int) -> Iterable[str]:
         """Return the kinds that cut; of kinds with the same order, the one that is meant for this number of parts."""

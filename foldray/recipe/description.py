@@ -25,7 +25,7 @@ from foldray.recipe.sections import (
     TrainingSpec,
 )
 from foldray.recipe.tuning import TuneSpec
-from foldray.schedule import AF_PIPE, Ordering, Reduction, Sequences, SliceCost, Slicing, make_ordering
+from foldray.schedule import AF_PIPE, Ordering, Overlap, Reduction, Sequences, SliceCost, Slicing
 
 
 class Description(Strict):
@@ -120,14 +120,17 @@ class Description(Strict):
     def ordering(self) -> Ordering:
         """How sequences are cut, and the order of their pieces."""
         schedule = self.schedule
-        reduction = Reduction(schedule.reduction, _number(schedule.sp_bytes))
-        lag, backward_lag = _number(schedule.lag), _number(schedule.backward_lag)
-        return make_ordering(
-            self._sequences, schedule.kind, schedule.degree, lag, schedule.backward, backward_lag,
-            schedule.slicing, schedule.slices, schedule.batch_degree, reduction, schedule.recompute,
-            schedule.weight_gradients == "apart", 1 if schedule.ahead is None else schedule.ahead,
+        return Ordering(
+            Overlap(schedule.kind, _number(schedule.lag)),
+            Overlap(schedule.backward or schedule.kind, _number(schedule.backward_lag)),
+            self._sequences.cut_for(schedule.kind, schedule.degree, schedule.slicing, schedule.slices),
+            schedule.recompute,
+            schedule.batch_degree,
+            Reduction(schedule.reduction, _number(schedule.sp_bytes)),
+            schedule.weight_gradients == "apart",
+            1 if schedule.ahead is None else schedule.ahead,
             schedule.alive,
-        )  # fmt: skip
+        )
 
     @property
     def accumulation(self) -> int:

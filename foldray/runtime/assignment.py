@@ -17,7 +17,6 @@ class Slab(NamedTuple):
     """A run of a tensor that is a matrix of its own, and holds some of the model's matrices side by side.
 
     Args:
-        parameter: the tensor.
         elements: the run, in the flat tensor.
         widths: columns of this rank's piece of each matrix. All pieces have the same number of rows.
         cut: the axis along which TP or ETP cuts the matrices; None leaves them whole.
@@ -40,22 +39,22 @@ class Slab(NamedTuple):
     def join(self, slabs: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole matrices from the flat slabs of all ranks that have a piece of them."""
         pieces = [slab.view(self.rows, -1).split(self.widths, dim=1) for slab in slabs]
-        return [torch.cat(own, dim=self.cut or 0) for own in zip(*pieces, strict=True)]
+        return [torch.cat(matrix, dim=self.cut or 0) for matrix in zip(*pieces, strict=True)]
 
     def cut_up(self, matrices: Sequence[Tensor], ranks: int) -> list[Tensor]:
         """Undo `join`, for `ranks` ranks."""
         pieces = [matrix.chunk(ranks, dim=self.cut or 0) for matrix in matrices]
-        return [torch.cat(own, dim=1).flatten() for own in zip(*pieces, strict=True)]
+        return [torch.cat(slab, dim=1).flatten() for slab in zip(*pieces, strict=True)]
 
 
 def slabs_of(model: Transformer, name: str, parameter: nn.Parameter) -> Iterator[Slab]:
     """Yield the slabs of one of this rank's tensors: one for each expert in it, or the whole tensor."""
-    found: dict[Index, list[tuple[str, Index]]] = {}
+    by_expert: dict[Index, list[tuple[str, Index]]] = {}
     for part, index in model.global_parts[name]:
-        expert = tuple(each for each in index if isinstance(each, int))
-        found.setdefault(expert, []).append((part, index))
-    size = parameter.numel() // len(found)
-    for number, parts in enumerate(found.values()):
+        expert = tuple(axis for axis in index if isinstance(axis, int))
+        by_expert.setdefault(expert, []).append((part, index))
+    size = parameter.numel() // len(by_expert)
+    for number, parts in enumerate(by_expert.values()):
         widths = tuple(parameter[index].shape[-1] for _, index in parts)
         yield Slab(parameter, range(number * size, (number + 1) * size), widths, model.pieces[parts[0][0]].spec.cut)
 
@@ -66,7 +65,6 @@ class Assignment:
     All members must call the same methods in the same order.
 
     Args:
-        communicator: the members.
         work: the work on each item. All members are assigned about as much.
         sizes: for each item, the number of its elements that each member has.
     """
@@ -79,9 +77,9 @@ class Assignment:
             loads[least] += work[item]
         self._order = sorted(range(len(work)), key=owner.__getitem__)
         self.mine = [item for item in self._order if owner[item] == communicator.index]
-        self._sent, own = [0] * communicator.size, communicator.index
+        self._sent, index = [0] * communicator.size, communicator.index
         for item in self._order:
-            self._sent[owner[item]] += sizes[item][own]
+            self._sent[owner[item]] += sizes[item][index]
         self._received = [sum(sizes[item][member] for item in self.mine) for member in range(communicator.size)]
 
     def collect(self, parts: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -106,7 +104,7 @@ class Assignment:
         """
         parts = [pieces[member] for member in range(self.communicator.size) for pieces in results]
         arrived = self.communicator.all_to_all(torch.cat([like.new_empty(0), *parts]), self._sent, self._received)
-        own = self.communicator.index
-        split = arrived.split([self.sizes[item][own] for item in self._order])
+        index = self.communicator.index
+        split = arrived.split([self.sizes[item][index] for item in self._order])
         by_item = dict(zip(self._order, split, strict=True))
         return [by_item[item] for item in range(len(by_item))]

@@ -32,20 +32,20 @@ class TokenBuffer:
         Raises:
             RuntimeError: some of the tokens are not in the buffer.
         """
-        coming = [each for each in self._coming if each[0].start < tokens.stop and tokens.start < each[0].stop]
+        coming = [piece for piece in self._coming if piece[0].start < tokens.stop and tokens.start < piece[0].stop]
         for held, pending in coming:
             self._coming.remove((held, pending))
             self.put(held, *pending.wait())
-        found: list[tuple[int, torch.Tensor]] = []
+        taken: list[tuple[int, torch.Tensor]] = []
         for number, (held, x_BsH) in enumerate(self._pieces):
             start, stop = max(held.start, tokens.start), min(held.stop, tokens.stop)
             if start < stop:
                 whole = stop - start == len(held)
-                found.append((start, x_BsH if whole else x_BsH[:, start - held.start : stop - held.start]))
+                taken.append((start, x_BsH if whole else x_BsH[:, start - held.start : stop - held.start]))
                 self._left[number] -= stop - start
-        if sum(x_BsH.shape[1] for _, x_BsH in found) != len(tokens):
+        if sum(x_BsH.shape[1] for _, x_BsH in taken) != len(tokens):
             raise RuntimeError(f"tokens {tokens.start}…{tokens.stop - 1} are not all here")
         kept = [number for number, left in enumerate(self._left) if left]
         self._pieces, self._left = [self._pieces[number] for number in kept], [self._left[number] for number in kept]
-        parts = [x_BsH for _, x_BsH in sorted(found, key=lambda part: part[0])]
+        parts = [x_BsH for _, x_BsH in sorted(taken, key=lambda part: part[0])]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

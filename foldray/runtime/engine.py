@@ -71,8 +71,6 @@ class TorchEngine:
     """The engine in plain torch: foldray's gradient buffers and norm, and an optimizer on weights in at least float32.
 
     Args:
-        optimizer: update rule, weight decay and clipping.
-        ordering: how the ranks work through a step.
         zero: 1 shards the optimizer and its weights over the ranks that hold the same parameters, 2 also frees gradients as
             they leave (ZeRO, Rajbhandari et al. 2020); 0 does neither.
     """
@@ -132,31 +130,30 @@ class TorchEngine:
 
     def _held(self, parameter: nn.Parameter, key: str | None) -> tuple[torch.Tensor, int]:
         buffer, place = self.gradients.buffer_of[parameter], self.gradients.buffer_of[parameter].places[parameter]
-        own = self.masters[parameter].detach() if key is None else self._remembered(parameter, key)
-        return own, buffer.sharding.within(place.start, place.stop).start
+        values = self.masters[parameter].detach() if key is None else self._remembered(parameter, key)
+        return values, buffer.sharding.within(place.start, place.stop).start
 
     def _make_optimizers(self, groups: Groups) -> list[tuple[torch.optim.Optimizer, float]]:
         """Return the optimizers that have something to update, each with its share of the learning rate."""
-        found: list[tuple[torch.optim.Optimizer, float]] = []
+        optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         if self._hidden:
-            found.append((Muon(self.spec, self.model, groups, self.gradients, self.masters), 1.0))
-        others = [(master, parameter) for parameter, master in self.masters.items() if parameter not in self._hidden]
-        if others:
+            optimizers.append((Muon(self.spec, self.model, groups, self.gradients, self.masters), 1.0))
+        rest = [(master, parameter) for parameter, master in self.masters.items() if parameter not in self._hidden]
+        if rest:
             share = (self.spec.adamw_lr or self.spec.lr) / self.spec.lr
-            found.append((make_optimizer(self.spec, decay_groups(self.spec, others), self._fused), share))
-        return found
+            optimizers.append((make_optimizer(self.spec, decay_groups(self.spec, rest), self._fused), share))
+        return optimizers
 
     def _remembered(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
         """Return the optimizer's state of a parameter. Before the first step, it is made with zeros."""
         master = self.masters[parameter]
-        memory = self._optimizer_of(parameter).state[master]
+        updates = next(
+            optimizer for optimizer, _ in self.optimizers if isinstance(optimizer, Muon) == (parameter in self._hidden)
+        )
+        memory = updates.state[master]
         if key == "step":
             return memory.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None))
         return memory.setdefault(key, torch.zeros_like(master))
-
-    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """Return the optimizer that updates a parameter."""
-        return next(each for each, _ in self.optimizers if isinstance(each, Muon) == (parameter in self._hidden))
 
     def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter, or of a tensor of its shape, that this rank's optimizer has.
@@ -169,13 +166,13 @@ class TorchEngine:
         place = buffer.places[parameter]
         return whole.flatten()[buffer.sharding.within(place.start, place.stop)]
 
-    def _whole(self, parameter: nn.Parameter, own: torch.Tensor) -> torch.Tensor:
+    def _whole(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
         """Undo `_own`. If the optimizer is sharded, all ranks that share the parameter must call this."""
         buffer = self.gradients.buffer_of[parameter]
-        if not buffer.sharded or own.dim() == 0:
-            return own
-        place, whole = buffer.places[parameter], torch.zeros(parameter.numel(), dtype=own.dtype, device=own.device)
-        whole[buffer.sharding.within(place.start, place.stop)] = own
+        if not buffer.sharded or values.dim() == 0:
+            return values
+        place, whole = buffer.places[parameter], torch.zeros(parameter.numel(), dtype=values.dtype, device=values.device)
+        whole[buffer.sharding.within(place.start, place.stop)] = values
         return buffer.communicator.all_reduce(whole).view_as(parameter)
 
     @torch.no_grad()
@@ -198,10 +195,8 @@ class StateTensor(NamedTuple):
     """A tensor of the state, of one parameter of a rank.
 
     Args:
-        parameter: the parameter.
         key: None for the weights, else a key of the optimizer's state.
         pattern: the global key, with a gap for the name of a part.
-        parts: the model's parameters in it.
     """
 
     parameter: nn.Parameter
@@ -228,15 +223,15 @@ def shards_of(
         held: (parameter, key of the optimizer's state, or None for the weights) → the run of the flat tensor that the rank owns,
             in any shape, and the number of its first element. "step" is a scalar.
     """
-    found = [Shard.whole(f"model/{name}", bias) for name, bias in model.biases().items()]
+    shards = [Shard.whole(f"model/{name}", bias) for name, bias in model.biases().items()]
     for parameter, key, pattern, parts in tensors_of(model, optimizer):
-        own, start = held(parameter, key)
+        values, start = held(parameter, key)
         for name, index in parts:
             if key == "step":
-                found.append(Shard.whole(pattern.format(name), own))
+                shards.append(Shard.whole(pattern.format(name), values))
             else:
-                found += cut(own.view(-1), parameter.shape, start, index, model.pieces[name], pattern.format(name))
-    return found
+                shards += cut(values.view(-1), parameter.shape, start, index, model.pieces[name], pattern.format(name))
+    return shards
 
 
 def engine_state(

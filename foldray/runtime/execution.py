@@ -27,14 +27,10 @@ from foldray.schedule import (
     Chunk,
     Op,
     Ordering,
-    Place,
     ScheduleError,
-    Slicing,
     Span,
     StepGraph,
     check,
-    gathers,
-    leaves_weights,
     position_list,
 )
 from foldray.timeline import Recording, op_costs
@@ -46,7 +42,6 @@ class Execution:
     Args:
         gradients: the buffers that sum gradients over pieces and micro-batches. Ops add gradients; the list starts their
             reduction.
-        ordering: how sequences are cut, in which order pieces run, and when gradients travel.
         reduces: whether the list reduces gradients; if not, the caller must do so.
     """
 
@@ -86,14 +81,16 @@ class Execution:
         assert self.trace is not None, "the last step was not traced"
         assert self.last is not None, "there was no step"
         order, spans = self.order(self.last), self.trace.spans
-        own = torch.tensor([spans[op] for op in order], dtype=torch.float64, device=next(self.model.parameters()).device)
+        local = torch.tensor([spans[op] for op in order], dtype=torch.float64, device=next(self.model.parameters()).device)
         # The ranks of a stage must choose the same list, so all of them use the times of all of them.
-        everyone = self._stage.all_gather(own).cpu().view(-1, *own.shape).tolist()
-        recordings = [Recording(order, {op: Span(*span) for op, span in zip(order, each, strict=True)}) for each in everyone]
+        everyone = self._stage.all_gather(local).cpu().view(-1, *local.shape).tolist()
+        recordings = [
+            Recording(order, {op: Span(*span) for op, span in zip(order, seconds, strict=True)}) for seconds in everyone
+        ]
         costs, self.found = op_costs(self.last, recordings), None
         if self.ordering.forward.row.found:
             recording = Recording(order, spans)
-            found, self.found = find_together(self.groups, self.last, recording, costs, self.ordering, own.device)
+            found, self.found = find_together(self.groups, self.last, recording, costs, self.ordering, local.device)
             self.reorder(self.ordering._replace(costs=costs, found=found))
         else:
             self.reorder(settle(self.ordering, self.last, self.model.stages[0].number, costs))
@@ -124,42 +121,31 @@ class Execution:
 
     def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
         """Return the graph of a pass over these parts of micro-batches."""
-        model = self.model
-        length, ranks = batches[0].token_BL.shape[1], self.groups.fold.cp * self.groups.fold.tp
-        slicing = self.ordering.slicing or Slicing((length,), (length,))
         # Evaluation predicts the next token only.
-        stages = (map(model.spec.block, stage.layers) for stage in model.ownership.stages)
-        return StepGraph(
+        stages = (map(self.model.spec.block, stage.layers) for stage in self.model.ownership.stages)
+        return self.ordering.graph(
+            self.model.ownership,
             tuple(tuple(block for block in blocks if backward or not block.mtp) for blocks in stages),
-            slicing.shared(ranks),
-            self.groups.fold.pp,
+            batches[0].token_BL.shape[1],
             len(batches),
             # In evaluation, the last micro-batch may be smaller on some ranks, so row counts differ even with padding.
-            ragged=self.groups.fold.disjoint or not (model.spec.router.pad and backward),
-            recompute=self.ordering.recompute,
-            backward=backward,
-            batch_degree=self.ordering.batch_degree if backward else 1,
-            chunks=self._chunks() if self.reduces and backward else (),
-            gathers=gathers(slicing, self.groups.fold.cp),
-            later=leaves_weights(model.spec) if self.ordering.weights_apart and backward else (),
-            tied=model.spec.tied_embeddings,
-            places=tuple(Place(*each) for each in model.ownership.places),
+            self.groups.fold.disjoint or not (self.model.spec.router.pad and backward),
+            backward,
+            self._chunks() if self.reduces and backward else (),
         )
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Return the chunks of gradients by position; for other positions than this rank's, none."""
-        own = self.gradients.chunks(self.ordering.reduction.most)
-        return tuple(own if position == self._position else () for position in range(self.groups.fold.positions))
+        chunks = self.gradients.chunks(self.ordering.reduction.most)
+        return tuple(chunks if position == self._position else () for position in range(self.groups.fold.positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
-        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.
-
-        Raises:
-            UserError: the list comes from an overlap kind of the user, and is not legal.
-        """
+        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
         if graph not in self._orders:
-            if own := [each.kind for each in (self.ordering.forward, self.ordering.backward) if each.kind not in KINDS]:
-                self._prove(graph, own[0])
+            if foreign := [
+                overlap.kind for overlap in (self.ordering.forward, self.ordering.backward) if overlap.kind not in KINDS
+            ]:
+                self._prove(graph, foreign[0])
             order = position_list(graph, self._position, self.ordering)
             self._compare(order)
             self._orders[graph] = order
@@ -175,14 +161,10 @@ class Execution:
             raise UserError("schedule.kind", kind, f"leaves out an op that others need: {error}", OVERLAPS) from None
 
     def _compare(self, order: tuple[Op, ...]) -> None:
-        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match.
-
-        Raises:
-            RuntimeError: the lists differ.
-        """
+        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match."""
         stage = self._stage
-        own = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
-        if len(set(stage.all_gather(own).tolist())) > 1:
+        checksum = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
+        if len(set(stage.all_gather(checksum).tolist())) > 1:
             raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
 
 
@@ -215,8 +197,8 @@ class _Run:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
                 self.groups.tokens_line.advance()  # the GPU has something to do while the host waits for row counts
-        for each in self.sending:
-            each.wait()
+        for handover in self.sending:
+            handover.wait()
         for micro_batch in self.micro_batches:
             micro_batch.finish()
         if self.weights is not None:
@@ -242,10 +224,10 @@ class _Run:
         micro_batch = self.micro_batches[op.micro_batch]
         communicator = self.groups.handovers_up if sender < receiver else self.groups.handovers_down
         if communicator.index == receiver:
-            pending = Pending.of([communicator.receive(each, sender) for each in micro_batch.coming(op)])
+            pending = Pending.of([communicator.receive(tensor, sender) for tensor in micro_batch.coming(op)])
             micro_batch.arriving(op, pending)
             return pending
-        pending = Pending.of([communicator.send(each, receiver) for each in micro_batch.leaving(op)])
+        pending = Pending.of([communicator.send(tensor, receiver) for tensor in micro_batch.leaving(op)])
         # Nobody waits for a handover to leave: its receiver may first wait for something that this rank sends later. gloo does
         # not say when a message has left, so on a CPU all handovers stay until the end of the step.
         self.sending.append(pending)

@@ -23,10 +23,7 @@ def find_together(
 
     Args:
         graph: the graph of the step, with the chunks of this rank's position.
-        recording: the recorded step of this rank.
-        costs: the times of ops at this rank's position.
         ordering: this rank's ordering of the recorded step, with the list that was found before, if there was one.
-        device: the device of the process group's tensors.
 
     Returns:
         This rank's list, and, on rank 0, everything that was found.
@@ -48,14 +45,14 @@ def find_together(
         found = find(whole, _cost(whole, leaders, groups), ordering.ahead, before=last if before else None)
         check(whole, found.schedule)
         lists = [found.schedule[report["position"]] for report in reports]
-    own = tuple(Op(*each) for each in _deal(groups.control, lists, device))
-    return FoundList(graph, own, ordering.found.timed + 1 if ordering.found else 1), found
+    order = tuple(Op(*fields) for fields in _deal(groups.control, lists, device))
+    return FoundList(graph, order, ordering.found.timed + 1 if ordering.found else 1), found
 
 
 def _messages(graph: StepGraph, recording: Recording) -> list[tuple[Op, Span]]:
     """Return an op that computes here, and all ops that travel between positions, with their spans."""
-    here = next(op for op in recording.order if graph.channel(op) is None)
-    return [(op, recording.spans[op]) for op in (here, *(op for op in recording.order if len(graph.where(op)) > 1))]
+    computing = next(op for op in recording.order if graph.channel(op) is None)
+    return [(op, recording.spans[op]) for op in (computing, *(op for op in recording.order if len(graph.where(op)) > 1))]
 
 
 def _whole(graph: StepGraph, leaders: Sequence[dict[str, Any]]) -> StepGraph:
@@ -66,7 +63,7 @@ def _whole(graph: StepGraph, leaders: Sequence[dict[str, Any]]) -> StepGraph:
     def chunk(name: str, start: int, stop: int, size: int, makers: list) -> Chunk:
         return Chunk(name, start, stop, size, tuple((kind, layer) for kind, layer in makers))
 
-    return replace(graph, chunks=tuple(tuple(chunk(*each) for each in leader["chunks"]) for leader in leaders))
+    return replace(graph, chunks=tuple(tuple(chunk(*fields) for fields in leader["chunks"]) for leader in leaders))
 
 
 def _cost(graph: StepGraph, leaders: dict[int, dict[str, Any]], groups: Groups) -> Cost:
@@ -111,15 +108,15 @@ def lane_of(graph: StepGraph, groups: Groups, op: Op) -> str:
         of = (groups.handovers_up,)
     else:
         of = (groups.dense_gradients, groups.replicated_gradients, groups.expert_gradients)
-    return "between nodes" if any(len(set(each.nodes)) > 1 for each in of) else "inside nodes"
+    return "between nodes" if any(len(set(communicator.nodes)) > 1 for communicator in of) else "inside nodes"
 
 
 def _collect(control: Communicator, report: object, device: torch.device) -> list[Any]:
     """Bring what every rank reports to rank 0, as JSON. Other ranks get an empty list."""
-    own = _encoded(report, device)
-    sizes = _sizes(control, len(own), device)
+    encoded = _encoded(report, device)
+    sizes = control.all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device)).tolist()
     first = control.index == 0
-    bytes_ = control.all_to_all(own, sizes if first else [0] * control.size, [len(own), *[0] * (control.size - 1)])
+    bytes_ = control.all_to_all(encoded, sizes if first else [0] * control.size, [len(encoded), *[0] * (control.size - 1)])
     return [_decoded(part) for part in bytes_.split(sizes)] if first else []
 
 
@@ -130,10 +127,6 @@ def _deal(control: Communicator, things: Sequence[object], device: torch.device)
     sizes = control.all_gather(torch.tensor([sent], dtype=torch.int64, device=device))[0].tolist()
     received = [sizes[control.index], *[0] * (control.size - 1)]
     return _decoded(control.all_to_all(torch.cat(parts), received, sent))
-
-
-def _sizes(control: Communicator, size: int, device: torch.device) -> list[int]:
-    return control.all_gather(torch.tensor([size], dtype=torch.int64, device=device)).tolist()
 
 
 def _encoded(thing: object, device: torch.device) -> torch.Tensor:

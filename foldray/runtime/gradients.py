@@ -37,12 +37,7 @@ from foldray.schedule import Chunk, cut_buffer
 
 
 class Section(NamedTuple):
-    """Parameters whose gradients backward completes at the same moment.
-
-    Args:
-        makers: the ops that they come from (`Ownership.makers`).
-        parameters: at least one parameter.
-    """
+    """Parameters whose gradients backward completes at the same moment."""
 
     makers: tuple[Maker, ...]
     parameters: list[nn.Parameter]
@@ -56,9 +51,7 @@ class GradientBuffer:
     """The gradients of one class, flat, in at least float32.
 
     Args:
-        name: the gradient class.
         sections: at least one section, in the order in which backward completes them.
-        communicator: the ranks over which gradients are summed.
         sharded: whether a rank gets only the sums that it owns.
         release: whether the memory of a gradient is freed once the gradient has left; only with `sharded`.
         granule: as in `Sharding`.
@@ -190,7 +183,6 @@ class Gradients:
 
     Args:
         zero: 0 gives every rank all sums, 1 only the sums that it owns, 2 also frees gradients as they leave.
-        owners: the rules by which ranks own sums.
     """
 
     def __init__(self, model: Transformer, groups: Groups, zero: int = 0, owners: Owners | None = None):
@@ -280,10 +272,10 @@ class Gradients:
 def _sections(model: Transformer, name: GradientClass, apart: Callable[[nn.Parameter], int]) -> list[Section]:
     """Return the sections of a gradient class, in the order in which backward completes them."""
     # The first and the last stage must own the same elements of a tied embedding, so it has a section of its own.
-    found, tied = dict[tuple[tuple[Maker, ...], bool, int], list[nn.Parameter]](), set(model.tied())
+    sections, tied = dict[tuple[tuple[Maker, ...], bool, int], list[nn.Parameter]](), set(model.tied())
     for parameter in model.by_class(name):
-        found.setdefault((model.makers(parameter), parameter in tied, apart(parameter)), []).append(parameter)
-    return [Section(key[0], found[key]) for key in sorted(found, key=lambda key: (made_at(key[0]), *key[1:]))]
+        sections.setdefault((model.makers(parameter), parameter in tied, apart(parameter)), []).append(parameter)
+    return [Section(key[0], sections[key]) for key in sorted(sections, key=lambda key: (made_at(key[0]), *key[1:]))]
 
 
 class Norms(dict[GradientClass, float]):

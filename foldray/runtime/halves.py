@@ -22,7 +22,7 @@ from foldray.moe import Routing
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 from foldray.moe.once import copy_to_ranks, decode
 from foldray.runtime.micro_batch import MicroBatch, Part
-from foldray.runtime.op_graph import Computed
+from foldray.runtime.op_graphs import Computed
 from foldray.schedule import Op
 
 

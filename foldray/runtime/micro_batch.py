@@ -9,7 +9,7 @@ hook of another library fires before the step is done.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from foldray.comm import Pending
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
 from foldray.model import Batch, KeysAndValues, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.buffer import TokenBuffer
-from foldray.runtime.op_graph import Computed
-from foldray.runtime.op_graphs import OpGraphs, SumOf
+from foldray.runtime.op_graphs import Computed, OpGraphs, SumOf
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 
@@ -35,7 +34,6 @@ class _Bypass(NamedTuple):
     """The data that go from the router of a piece to the sum of its rows, past the experts; in backward, their gradients.
 
     Args:
-        weight_TK: the weights of assignments.
         residual_BsH: the residual stream, with the output of the shared expert.
     """
 
@@ -44,12 +42,7 @@ class _Bypass(NamedTuple):
 
 
 class _Aside(NamedTuple):
-    """The data of a slice that do not travel with its keys and values; in backward, their gradients.
-
-    Args:
-        q_BNSD: queries.
-        residual_BsH: the residual stream.
-    """
+    """The data of a slice that do not travel with its keys and values; in backward, their gradients."""
 
     q_BNSD: torch.Tensor
     residual_BsH: torch.Tensor
@@ -59,16 +52,12 @@ class MicroBatch:
     """The state of a micro-batch, or of a part of one, and its ops.
 
     Args:
-        graph: the graph of the step.
         batch: its whole sequences.
-        sum_of: returns the sum of a parameter's gradients.
         weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
         now: returns the moment that `graphs.began` has.
 
     Attributes:
-        losses: this rank's contributions so far.
         flight: rows and counts that travel, or wait to travel, by the op that sends them.
-        graphs: computes ops and their gradients.
     """
 
     def __init__(
@@ -110,8 +99,7 @@ class MicroBatch:
         elif op.direction == "W":
             self.graphs.add_left(op)
         else:
-            method = (FORWARD if op.direction == "F" else BACKWARD)[op.kind]
-            getattr(self, method.__name__)(op)  # of a half, if the experts have ranks of their own
+            getattr(self, f"{op.kind}_{'forward' if op.direction == 'F' else 'backward'}")(op)
         return self.flight.get(op)
 
     # Handovers.
@@ -299,9 +287,9 @@ class MicroBatch:
     def _output_gradient(self, op: Op) -> torch.Tensor:
         """Return the gradient of a piece of a block's output, from all that have taken it."""
         heads, tokens = self.graph.heads, self._tokens(op)
-        found = [self.state_gradients[op.layer].take(tokens)] if op.layer in heads else []
-        found += [self.input_gradients[op.layer + 1].take(tokens)] if op.layer != heads[-1] else []
-        return found[0] if len(found) == 1 else found[0] + found[1]
+        gradients = [self.state_gradients[op.layer].take(tokens)] if op.layer in heads else []
+        gradients += [self.input_gradients[op.layer + 1].take(tokens)] if op.layer != heads[-1] else []
+        return gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
 
     def finish(self) -> None:
         """Wait until all that this rank has sent for the micro-batch has left."""
@@ -314,7 +302,6 @@ class MicroBatch:
         """Route a piece.
 
         Args:
-            layer: the layer, or its half.
             rows_of: normed tokens and their routing → rows, weights and what else leaves, and what is kept aside.
 
         Returns:
@@ -383,20 +370,3 @@ class MicroBatch:
 
 def _part(op: Op) -> Part:
     return op.layer, op.part
-
-
-Run = Callable[[MicroBatch, Op], None]
-FORWARD: Mapping[str, Run] = {
-    EMBED: MicroBatch.embed_forward, PROJECT: MicroBatch.project_forward, GATHER: MicroBatch.gather_forward,
-    ATTENTION: MicroBatch.attention_forward, FFN: MicroBatch.ffn_forward,
-    ROUTE: MicroBatch.route_forward, COUNTS: MicroBatch.counts_forward, DISPATCH: MicroBatch.dispatch_forward,
-    EXPERT: MicroBatch.expert_forward, COMBINE: MicroBatch.combine_forward, MERGE: MicroBatch.merge_forward,
-    HEAD: MicroBatch.head_forward,
-}  # fmt: skip
-BACKWARD: Mapping[str, Run] = {
-    EMBED: MicroBatch.embed_backward, PROJECT: MicroBatch.project_backward, GATHER: MicroBatch.gather_backward,
-    ATTENTION: MicroBatch.attention_backward, FFN: MicroBatch.ffn_backward,
-    ROUTE: MicroBatch.route_backward, DISPATCH: MicroBatch.dispatch_backward, EXPERT: MicroBatch.expert_backward,
-    COMBINE: MicroBatch.combine_backward, MERGE: MicroBatch.merge_backward, HEAD: MicroBatch.head_backward,
-}  # fmt: skip
-"""The methods that run the ops of a micro-batch, by kind and direction. Counts have no backward."""

@@ -71,10 +71,7 @@ class Muon(torch.optim.Optimizer):
     in float64.
 
     Args:
-        spec: the update rule.
         model: this rank's model. It must have such a matrix.
-        groups: the fold's communicators.
-        gradients: the buffers of the gradients.
         masters: by parameter, what this rank updates: all of it or, if the optimizer is sharded, its own elements, flat.
     """
 
@@ -91,11 +88,11 @@ class Muon(torch.optim.Optimizer):
         cutters = {"dense": groups.tensor, "replicated": alone, "expert": groups.expert_slices}
         self._rounds, updated = [], list[Tensor]()
         for buffer in gradients.buffers:
-            own = [parameter for parameter in buffer.parameters if parameter in hidden]
-            slabs = [slab for parameter in own for slab in slabs_of(model, names[parameter], parameter)]
+            matrices = [parameter for parameter in buffer.parameters if parameter in hidden]
+            slabs = [slab for parameter in matrices for slab in slabs_of(model, names[parameter], parameter)]
             for some in _rounds(slabs, buffer, cutters[buffer.name].size):
                 self._rounds.append(_Round(spec, buffer, some, cutters[buffer.name], masters))
-            updated += [masters[parameter] for parameter in own]
+            updated += [masters[parameter] for parameter in matrices]
         super().__init__(updated, {"lr": spec.lr, "weight_decay": spec.weight_decay})
 
     @torch.no_grad()
@@ -113,26 +110,18 @@ def _rounds(slabs: Sequence[Slab], buffer: GradientBuffer, cutters: int) -> Iter
     """Divide the slabs of a gradient class into rounds, so that a step needs little memory, and all ranks have work."""
     ranks = buffer.communicator.size
     least = ROUND * (ranks if buffer.sharded else 1)
-    found: list[Slab] = []
+    batch: list[Slab] = []
     for slab in slabs:
-        found.append(slab)
-        if len(found) >= ranks * cutters and sum(len(each.elements) for each in found) >= least:
-            yield found
-            found = []
-    if found:
-        yield found
+        batch.append(slab)
+        if len(batch) >= ranks * cutters and sum(len(member.elements) for member in batch) >= least:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 class _Round:
-    """Some matrices of one gradient class, which are updated at once.
-
-    Args:
-        spec: the update rule.
-        buffer: the gradients of the class.
-        slabs: the slabs of the matrices.
-        cutters: the ranks among which matrices are cut.
-        masters: by parameter, what this rank updates.
-    """
+    """Some matrices of one gradient class, which are updated at once."""
 
     def __init__(
         self,
@@ -158,11 +147,7 @@ class _Round:
         self.cutting = Assignment(cutters, [slab.work for slab in self.assigned], sizes)
 
     def update(self, state: Mapping[Tensor, dict[str, Any]], lr: float, weight_decay: float) -> None:
-        """Update weights and momentum. All ranks of the class must call this.
-
-        Args:
-            state: by master, the state with its momentum.
-        """
+        """Update weights and momentum. All ranks of the class must call this."""
         example, dealt = self.masters[0], []
         made = self._orthogonal(self._together(state), example)
         for item, slab, whole in zip(self.sharing.mine, self.assigned, made, strict=True):
@@ -182,10 +167,10 @@ class _Round:
         """Add the gradient of a slab to its momentum. Return what is made orthogonal, in the dtype of the iteration."""
         gradient, decay = self.masters[item].grad, self.spec.momentum
         assert gradient is not None
-        gradient, momentum = (each.view(-1)[self.own[item]] for each in (gradient, memory["momentum_buffer"]))
+        gradient, momentum = (tensor.view(-1)[self.own[item]] for tensor in (gradient, memory["momentum_buffer"]))
         momentum.lerp_(gradient, 1 - decay)
-        found = gradient.lerp(momentum, decay) if self.spec.nesterov else momentum
-        return found.to(torch.float64 if found.dtype == torch.float64 else torch.bfloat16)
+        direction = gradient.lerp(momentum, decay) if self.spec.nesterov else momentum
+        return direction.to(torch.float64 if direction.dtype == torch.float64 else torch.bfloat16)
 
     def _orthogonal(self, slabs: list[Tensor], like: Tensor) -> list[Tensor]:
         """Return the updates of the assigned slabs, flat → flat, in the dtype of `like`.
@@ -214,8 +199,8 @@ def _held(buffer: GradientBuffer, parameter: nn.Parameter, member: int) -> range
     if not buffer.sharded:
         return range(parameter.numel())
     place = buffer.places[parameter]
-    found = replace(buffer.sharding, index=member).within(place.start, place.stop)
-    return range(found.start, found.stop)
+    elements = replace(buffer.sharding, index=member).within(place.start, place.stop)
+    return range(elements.start, elements.stop)
 
 
 def _common(first: range, second: range) -> range:

@@ -1,4 +1,7 @@
-"""The autograd graphs of a micro-batch's ops, from forward to backward, and the gradients of weights that wait for their op."""
+"""The autograd graphs of a micro-batch's ops, from forward to backward, and the gradients of weights that wait for their op.
+
+The graph of an op begins at its inputs and ends at its results. It keeps only what its backward needs.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,90 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.kernels.later import Task
 from foldray.kinds import ATTENTION, PROJECT
 from foldray.model import Transformer
-from foldray.runtime.op_graph import Compute, Computed, OpGraph, build
 from foldray.schedule import Op, StepGraph
+
+
+class Computed(NamedTuple):
+    """The results of an op.
+
+    Args:
+        ends: tensors that may have a gradient. Whole numbers among them have none.
+    """
+
+    ends: Sequence[torch.Tensor]
+    aside: Any = None
+
+
+Compute = Callable[..., Computed]
+
+
+class _Input(NamedTuple):
+    """An input of an op: the end of its graph, and what a gradient of zeros would be like."""
+
+    edge: GradientEdge
+    like: tuple[torch.Size, torch.dtype, torch.device]
+
+    def zeros(self) -> torch.Tensor:
+        shape, dtype, device = self.like
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _Source(torch.autograd.Function):
+    """Begins the graph of an op at an input. The graph of a leaf would keep the input, even if no backward needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class OpGraph(NamedTuple):
+    """The autograd graph of an op, which its backward needs.
+
+    Args:
+        ends: edges of the results; None for a result without a gradient. An edge does not keep the result in memory.
+        inputs: the edges at which the gradients of the inputs are taken. They do not keep the inputs either.
+    """
+
+    ends: list[GradientEdge | None]
+    inputs: list[_Input]
+
+    def differentiate(
+        self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """Return the gradients of the inputs, and those of parameters; None for a parameter that was not used.
+
+        Args:
+            gradients: the gradients of the results, but not of whole numbers. Nor do these have gradients among the inputs.
+        """
+        ends = [(edge, gradient) for edge, gradient in zip(self.ends, gradients, strict=False) if edge is not None]
+        wanted: list[Any] = [*(source.edge for source in self.inputs), *parameters]
+        results = torch.autograd.grad([edge for edge, _ in ends], wanted, [gradient for _, gradient in ends], allow_unused=True)
+        count = len(self.inputs)
+        input_gradients = [
+            source.zeros() if part is None else part for source, part in zip(self.inputs, results[:count], strict=True)
+        ]
+        return input_gradients, results[count:]
+
+
+def build(compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[Computed, OpGraph]:
+    """Return the detached results of `compute(*inputs)`, and the graph that goes back to the inputs."""
+    with torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True)
+        sources = [_Source.apply(anchor, x.detach()) if x.is_floating_point() else x for x in inputs]
+        results, aside = compute(*sources)
+    edges = [get_gradient_edge(x) if x.requires_grad else None for x in results if x.is_floating_point()]
+    starts = [_Input(get_gradient_edge(x), (x.shape, x.dtype, x.device)) for x in sources if x.is_floating_point()]
+    return Computed([result.detach() for result in results], aside), OpGraph(edges, starts)
+
 
 SumOf = Callable[[nn.Parameter], torch.Tensor]
 """Returns the sum of a parameter's gradients, to which ops add."""
@@ -27,12 +108,6 @@ class _Built(NamedTuple):
 
 class OpGraphs:
     """Computes ops and their gradients.
-
-    Args:
-        graph: the graph of the step.
-        sum_of: returns the sum of a parameter's gradients.
-        training: whether ops go backward.
-        now: returns the moment that `began` has.
 
     Attributes:
         began: the moment at which the last op that computes began to compute, after all waiting.
@@ -85,15 +160,15 @@ class OpGraphs:
         self.begin()
         graph, left = self._graphs.pop(op._replace(direction="F"))
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
-        found, parts = graph.differentiate(gradients, parameters)
+        input_gradients, parts = graph.differentiate(gradients, parameters)
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not None:
                 self.sum_of(parameter).add_(part)
         if ops := self.graph.weights(op):
-            self._later.update((each, left) for each in ops)
+            self._later.update((later_op, left) for later_op in ops)
         else:
             self._add_all(left)
-        return found
+        return input_gradients
 
     def add_left(self, op: Op) -> None:
         """Compute the gradients of weights that the backward of an op has left, and add them."""

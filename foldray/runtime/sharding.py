@@ -40,7 +40,6 @@ class Sharding:
 
     Args:
         sections: number of elements of every section, without padding.
-        ranks: number of owners.
         index: this rank's number among the owners.
         granule: the parts of all owners are padded to multiples of this number of elements.
     """

@@ -24,7 +24,6 @@ class Shard:
     Args:
         key: the global name of the tensor (`Engine.state`).
         tensor: the values of the box. The engine trains with them, so they change at the next update.
-        shape: shape of the whole tensor.
         offset: first index of the box on each axis.
     """
 
@@ -79,24 +78,23 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield Box((row, *box.offset), (1, *box.shape))
 
 
-def cut(own: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece: Piece, key: str) -> Iterator[Shard]:
+def cut(run: torch.Tensor, shape: Sequence[int], start: int, index: Index, piece: Piece, key: str) -> Iterator[Shard]:
     """Yield what a run of a rank's parameter holds of one of the model's parameters in it.
 
     Args:
-        own: the run, flat.
+        run: the values of the run, flat.
         shape: shape of the rank's parameter.
         start: number of the run's first element in the parameter.
         index: where the model's parameter is in that of the rank.
         piece: the box of the model's parameter that is there.
-        key: the name of the shards.
     """
     done = 0
-    for box in boxes(shape, start, start + own.numel()):
-        view = own[done : done + box.elements].view(box.shape)
+    for box in boxes(shape, start, start + run.numel()):
+        view = run[done : done + box.elements].view(box.shape)
         done += box.elements
-        found = _common(box, index, shape)
-        if found is not None:
-            inside, offset = found
+        common = _common(box, index, shape)
+        if common is not None:
+            inside, offset = common
             yield Shard(key, view[inside], piece.spec.shape, tuple(map(sum, zip(piece.offset, offset, strict=True))))
 
 

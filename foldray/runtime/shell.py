@@ -62,9 +62,9 @@ class StepModule(nn.Module):
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's gradients times `scale`, in the parameters' types, and set the sums to zero."""
         # These must be new tensors, because an engine may make views of its own buffers from them.
-        found = [(self.gradients.views[parameter] * scale).to(parameter.dtype) for parameter in self.model.parameters()]
+        gradients = [(self.gradients.views[parameter] * scale).to(parameter.dtype) for parameter in self.model.parameters()]
         self.gradients.zero()
-        return found
+        return gradients
 
 
 class _Shell(torch.autograd.Function):

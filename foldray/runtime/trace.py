@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -20,49 +20,34 @@ Moment = Any
 Travelled = Callable[[Moment, Moment], None]
 
 
-class Clock(Protocol):
-    """The clock of the device that computes."""
+class Clock:
+    """The clock of the device that computes: here a CPU, where an op is done when its call returns."""
+
+    def __init__(self) -> None:
+        self._news: list[Future] = []
 
     def start(self) -> None:
         """Begin a step."""
 
     def now(self) -> Moment:
         """Return the moment at which the device has done all that it has been given so far."""
-
-    def travel(self, op: Op, pending: Pending, call: Travelled) -> None:
-        """Call a function with the moments at which data have left and arrived. Any thread may make the call."""
-
-    def finish(self) -> None:
-        """Wait until all moments are over, and all calls have been made."""
-
-    def seconds(self, moment: Moment) -> float:
-        """Return a moment in seconds of the host's clock (`time.perf_counter`), after `finish`."""
-
-
-class HostClock:
-    """The clock of a CPU, where an op is done when its call returns."""
-
-    def __init__(self) -> None:
-        self._news: list[Future] = []
-
-    def start(self) -> None:
-        pass
-
-    def now(self) -> float:
         return perf_counter()
 
     def travel(self, op: Op, pending: Pending, call: Travelled) -> None:
+        """Call a function with the moments at which data have left and arrived. Any thread may make the call."""
         self._news += pending.when_done(lambda: call(pending.began, perf_counter()))
 
     def finish(self) -> None:
+        """Wait until all moments are over, and all calls have been made."""
         while self._news:
             self._news.pop().wait()
 
-    def seconds(self, moment: float) -> float:
+    def seconds(self, moment: Moment) -> float:
+        """Return a moment in seconds of the host's clock (`time.perf_counter`), after `finish`."""
         return moment
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """The clock of a GPU, which works later than the host calls. A moment is an event on a stream.
 
     The host waits for the GPU before and after a step, but not in between. So a recorded step overlaps as any other does. An
@@ -70,8 +55,8 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self.device = device
-        self._news: list[Future] = []
         self._streams: dict[tuple[str, str, int], torch.cuda.Stream] = {}
         self._begin, self._zero = self.now(), perf_counter()
 
@@ -94,8 +79,7 @@ class DeviceClock:
         self._news += pending.when_done(lambda: call(left, self.now()), self._streams[key])
 
     def finish(self) -> None:
-        while self._news:
-            self._news.pop().wait()
+        super().finish()
         torch.cuda.synchronize(self.device)
 
     def seconds(self, moment: torch.cuda.Event) -> float:
@@ -110,7 +94,7 @@ class Trace:
     """
 
     def __init__(self, device: torch.device | None = None):
-        self.clock: Clock = DeviceClock(device) if device is not None and device.type == "cuda" else HostClock()
+        self.clock = DeviceClock(device) if device is not None and device.type == "cuda" else Clock()
         self.spans: dict[Op, Span] = {}
         self._moments: dict[Op, tuple[Moment, Moment]] = {}
         self.begin = self.end = 0.0

@@ -24,7 +24,6 @@ class Weights:
 
     Args:
         batches: all batches of the step at this rank's data-parallel place.
-        dtype: type of the weights.
         model: what multi-token prediction predicts, and its weight.
     """
 

@@ -43,7 +43,6 @@ class Half(NamedTuple):
     """The attention of a block with what comes before it, or its experts, or the end of the model.
 
     Args:
-        position: the pipeline position.
         ops: the forward ops that compute, for the first micro-batch, in order.
         units: units of time of its forward.
     """
@@ -64,29 +63,22 @@ class _Pass(NamedTuple):
 Priority = Callable[[_Pass, int], tuple[int, ...]]
 """(a pass, number of positions) → its rank among the passes of its direction that wait; the smallest goes first."""
 
-
-def _by_rounds(each: _Pass, positions: int) -> tuple[int, ...]:
-    """As many micro-batches as positions go through a half before they go through the next one."""
-    onwards = each.half if each.direction == "F" else -each.half
-    return each.micro_batch // positions, onwards, each.micro_batch
-
-
-def _oldest_first(each: _Pass, positions: int) -> tuple[int, ...]:
-    return (each.micro_batch,)
-
-
-def _first_half_first(each: _Pass, positions: int) -> tuple[int, ...]:
-    return each.half, each.micro_batch
-
-
-_PRIORITIES = (_by_rounds, _oldest_first, _first_half_first)
+_PRIORITIES: tuple[Priority, ...] = (
+    # As many micro-batches as positions go through a half before they go through the next one.
+    lambda waiting, positions: (
+        waiting.micro_batch // positions,
+        waiting.half if waiting.direction == "F" else -waiting.half,
+        waiting.micro_batch,
+    ),
+    lambda waiting, positions: (waiting.micro_batch,),  # the oldest micro-batch first
+    lambda waiting, positions: (waiting.half, waiting.micro_batch),  # the first half first
+)
 
 
 def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
     """Return the lists of all positions, without the reductions of gradients.
 
     Args:
-        graph: a step whose experts have positions of their own.
         alive: most micro-batches that have started and not ended. None is the fewest with which the step is nearly as fast as
             with three for every position: one there, one that comes and one that goes.
     """
@@ -102,16 +94,16 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
     passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
     orders: list[list[Op]] = [[] for _ in range(positions)]
     spans: dict[Op, tuple[int, int]] = {}
-    forwards, backwards = zip(*((half.ops, tuple(_mirrored(graph, half.ops))) for half in halves), strict=True)
+    forwards, backwards = zip(*((half.ops, tuple(graph.mirrored(half.ops))) for half in halves), strict=True)
     ticks = max(map(len, backwards))  # of a unit of time, so that all ops of a half have whole numbers of ticks
-    for each, start in passes:
-        half = halves[each.half]
-        ops = (forwards if each.direction == "F" else backwards)[each.half]
-        moments = [ticks * start + ticks * UNITS[each.direction] * half.units * i // len(ops) for i in range(len(ops) + 1)]
+    for half_pass, start in passes:
+        half = halves[half_pass.half]
+        ops = (forwards if half_pass.direction == "F" else backwards)[half_pass.half]
+        moments = [ticks * start + ticks * UNITS[half_pass.direction] * half.units * i // len(ops) for i in range(len(ops) + 1)]
         for op, span in zip(ops, pairwise(moments), strict=True):
-            own = op._replace(micro_batch=each.micro_batch)
-            orders[half.position].append(own)
-            spans[own] = span
+            numbered = op._replace(micro_batch=half_pass.micro_batch)
+            orders[half.position].append(numbered)
+            spans[numbered] = span
     return place_handovers(graph, tuple(map(tuple, orders)), spans)
 
 
@@ -143,12 +135,6 @@ def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
             yield routes.pop(0)
 
 
-def _mirrored(graph: StepGraph, ops: tuple[Op, ...]) -> Iterator[Op]:
-    for op in reversed(ops):
-        yield from graph.rerun(op)
-        yield op._replace(direction="B")
-
-
 def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:
     """Run all passes on the clock. Return when the last one ends, and all with their starts, in the order of these."""
     last, started, ended, order = len(halves) - 1, 0, 0, list[tuple[_Pass, int]]()
@@ -158,10 +144,10 @@ def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -
     events: list[tuple[int, int, _Pass | None]] = [(0, 0, None)]  # when a pass becomes ready, or a position may look again
     number = now = 0
 
-    def at(time: int, each: _Pass | None) -> None:
+    def at(time: int, half_pass: _Pass | None) -> None:
         nonlocal number
         number += 1
-        heapq.heappush(events, (time, number, each))
+        heapq.heappush(events, (time, number, half_pass))
 
     while events:
         while started < graph.micro_batches and started - ended < alive:
@@ -169,25 +155,25 @@ def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -
             started += 1
         now = events[0][0]
         while events and events[0][0] == now:
-            _, _, each = heapq.heappop(events)
-            if each is not None:
-                waiting = ready[halves[each.half].position][each.direction]
-                heapq.heappush(waiting, (priority(each, graph.positions), each))
+            _, _, half_pass = heapq.heappop(events)
+            if half_pass is not None:
+                waiting = ready[halves[half_pass.half].position][half_pass.direction]
+                heapq.heappush(waiting, (priority(half_pass, graph.positions), half_pass))
         for position, waits in enumerate(ready):
             going = [direction for direction in _DIRECTIONS if waits[direction]]
             if not going or free[position] > now:
                 continue
             direction = turn[position] if len(going) > 1 else going[0]
-            each = heapq.heappop(waits[direction])[-1]
+            half_pass = heapq.heappop(waits[direction])[-1]
             turn[position] = "B" if direction == "F" else "F"
-            order.append((each, now))
-            free[position] = end = now + UNITS[direction] * halves[each.half].units
+            order.append((half_pass, now))
+            free[position] = end = now + UNITS[direction] * halves[half_pass.half].units
             at(end, None)
-            if direction == "F" and each.half == last and graph.backward:
-                at(end, _Pass("B", last, each.micro_batch))
-            elif each.half == (last if direction == "F" else 0):
+            if direction == "F" and half_pass.half == last and graph.backward:
+                at(end, _Pass("B", last, half_pass.micro_batch))
+            elif half_pass.half == (last if direction == "F" else 0):
                 ended += 1
             else:
-                onwards = each.half + (1 if direction == "F" else -1)
-                at(end + _WAY * (halves[onwards].position != position), each._replace(half=onwards))
+                onwards = half_pass.half + (1 if direction == "F" else -1)
+                at(end + _WAY * (halves[onwards].position != position), half_pass._replace(half=onwards))
     return max(free), order

@@ -1,4 +1,4 @@
-"""Checks that a graph allows a schedule, and counts the ops whose saved state the schedule keeps alive."""
+"""Checks that a graph allows a schedule."""
 
 from __future__ import annotations
 
@@ -34,27 +34,6 @@ def check(graph: Graph, schedule: Schedule) -> None:
     unit_times(graph, schedule)
 
 
-def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
-    """Return, for every position, the largest number of ops whose saved state is alive at once.
-
-    The state of an op is alive from the op until another op frees it. Ops that no op frees do not count: a forward without a
-    backward saves nothing.
-    """
-    kept = {op for freeing in graph.ops() for op in graph.frees(freeing)}
-    return tuple(_peak(graph, ops, kept) for ops in schedule)
-
-
-def _peak(graph: Graph, ops: tuple[Op, ...], kept: set[Op]) -> int:
-    alive: set[Op] = set()
-    most = 0
-    for op in ops:
-        if op in kept:
-            alive.add(op)
-        most = max(most, len(alive))
-        alive.difference_update(graph.frees(op))
-    return most
-
-
 def _check_places(graph: Graph, schedule: Schedule) -> None:
     belongs = {op: graph.where(op) for op in graph.ops()}
     expected: list[list[Op]] = [[] for _ in schedule]
@@ -78,10 +57,10 @@ def _check_places(graph: Graph, schedule: Schedule) -> None:
 
 
 def _check_needs(graph: Graph, position: int, places: _Places) -> None:
-    here = places[position]
-    for op in here:
+    place_of = places[position]
+    for op in place_of:
         for need in graph.needs(op):
-            if here.get(need, -1) > here[op]:
+            if place_of.get(need, -1) > place_of[op]:
                 raise ScheduleError(f"position {position} has {op} before {need}, which it needs")
 
 

@@ -56,21 +56,18 @@ def cut_buffer(name: str, parts: Sequence[GradientPart], itemsize: int, most: in
     """Cut one buffer into chunks, from its start.
 
     Args:
-        name: gradient class of the buffer.
-        parts: content of the buffer, from its start.
-        itemsize: bytes of an element.
         most: largest size of a chunk in bytes; a chunk has at least one granule. None makes one chunk of the whole buffer.
         granule: chunks begin and end at multiples of this number of elements. The last chunk includes the padding.
     """
     total = sum(part.elements for part in parts)
     padded = -(-total // granule) * granule
     size = padded if most is None else max(granule, most // itemsize // granule * granule)
-    ends, found = [0, *accumulate(part.elements for part in parts)], []
+    ends, chunks = [0, *accumulate(part.elements for part in parts)], []
     for start in range(0, padded, max(size, 1)):
         stop = min(start + size, padded)
         inside = [
             part for part, begin, end in zip(parts, ends, ends[1:], strict=False) if begin < stop and end > max(start, begin)
         ]
         makers = tuple(dict.fromkeys(maker for part in inside for maker in part.makers))
-        found.append(Chunk(name, start, stop, (stop - start) * itemsize, makers))
-    return tuple(found)
+        chunks.append(Chunk(name, start, stop, (stop - start) * itemsize, makers))
+    return tuple(chunks)

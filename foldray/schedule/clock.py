@@ -49,9 +49,6 @@ def times(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None = No
 
     Args:
         issue: what the hosts need; None is no time.
-
-    Raises:
-        ScheduleError: the positions wait for each other.
     """
     compiled = CompiledSchedule(graph, schedule, lambda op: op)
     host = issue and Host([*map(issue.seconds, compiled.classes)], [*map(issue.waits, compiled.classes)])

@@ -72,20 +72,12 @@ class CompiledSchedule(Generic[Class]):
     """The lists of a schedule, with numbers instead of ops.
 
     Args:
-        graph: the graph of the ops.
-        schedule: the list of every position.
         cost_class: op → a class. Ops of one class have the same cost.
         partial: whether ops that no list has count as done at time zero. Otherwise an op that needs such an op never starts.
 
     Attributes:
-        ops: all ops, by number.
-        number: the number of every op.
-        lists: the list of every position, as numbers of ops.
         classes: the cost classes, in the order in which `run` takes costs.
-        class_of: for every op, the number of its class.
         channel_of: for every op, the number of its channel; -1 if the op computes.
-        places: for every op, the positions that take part.
-        queues: for every channel, its ops in order.
         waits: for every op that computes, the ops that must end before it. Earlier computing ops of the same list are left
             out.
         remote: for every op that travels, the ops that must end before it travels, with the same exception.
@@ -144,8 +136,8 @@ class CompiledSchedule(Generic[Class]):
         predecessors = self._predecessors()
         missing, followers = list(map(len, predecessors)), [list[int]() for _ in self.ops]
         for i, before in enumerate(predecessors):
-            for each in before:
-                followers[each].append(i)
+            for predecessor in before:
+                followers[predecessor].append(i)
         order = [i for i, count in enumerate(missing) if not count]
         for i in order:  # Kahn's algorithm: the loop extends the list that it reads
             for follower in followers[i]:
@@ -157,53 +149,50 @@ class CompiledSchedule(Generic[Class]):
     def _predecessors(self) -> list[dict[int, None]]:
         """Return, for each op, the ops that must end before it starts. An op that can never start has itself among them."""
         count, posts = len(self.ops), [0] * len(self.ops)
-        found = [dict.fromkeys(i if need == count else need for need in self.waits[i] + self.remote[i]) for i in range(count)]
+        predecessors = [
+            dict.fromkeys(i if need == count else need for need in self.waits[i] + self.remote[i]) for i in range(count)
+        ]
         for ops in self.lists:
             last: tuple[int, ...] = ()  # the ops that must end before the position reaches this place of its list
             for i in ops:
                 posts[i] += 1
-                found[i].update(dict.fromkeys(last))
+                predecessors[i].update(dict.fromkeys(last))
                 last = (i,) if self.channel_of[i] < 0 else last
         for queue in self.queues:
             for i, following in pairwise(queue):
-                found[following][i] = None
+                predecessors[following][i] = None
         queued = {i for queue in self.queues for i in queue}
         for i, channel in enumerate(self.channel_of):
             if posts[i] != len(self.places[i]) or (channel >= 0 and i not in queued):
-                found[i][i] = None
-        return found
+                predecessors[i][i] = None
+        return predecessors
 
     @cached_property
     def _lane_users(self) -> list[tuple[int, tuple[int, ...], int]]:
         """All (class, positions, queue) in use. A queue is a position, or a channel with a number after all positions."""
-        found: dict[tuple[int, tuple[int, ...], int], None] = {}
+        lane_users: dict[tuple[int, tuple[int, ...], int], None] = {}
         for place, ops in enumerate(self.lists):
             for i in ops:
                 channel = self.channel_of[i]
                 key = ((place,), place) if channel < 0 else (tuple(self.places[i]), len(self.lists) + channel)
-                found[self.class_of[i], *key] = None
-        return list(found)
+                lane_users[self.class_of[i], *key] = None
+        return list(lane_users)
 
     def run(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
         """Return start and end of each op.
 
         Args:
             costs: the cost of every class, in the order of `classes`; each has at least one lane.
-            host: what the hosts need; None is no time.
 
         Raises:
             ScheduleError: the positions wait for each other.
         """
         if host is not None or self.contended(costs) or self._order is None:
             return self.run_once(costs, host)
-        return self.one_pass([sum(seconds for _, seconds in each) for each in costs])
+        return self.one_pass([sum(seconds for _, seconds in lanes) for lanes in costs])
 
     def run_once(self, costs: Sequence[LaneSeconds], host: Host | None = None) -> Times:
-        """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first.
-
-        Raises:
-            ScheduleError: the positions wait for each other.
-        """
+        """Do the same as `run`, event by event. For a single run, this is faster than to find the topological order first."""
         return _EventRun(self, costs, host).times()
 
     def contended(self, costs: Sequence[LaneSeconds]) -> bool:
@@ -219,9 +208,6 @@ class CompiledSchedule(Generic[Class]):
         """Return start and end of each op if no op waits for a lane: an op starts at the latest end of its predecessors.
 
         The lists must be able to finish.
-
-        Args:
-            seconds: the seconds of every class, in the order of `classes`.
         """
         assert self._order is not None
         starts = [0.0] * len(self.ops)

@@ -48,8 +48,6 @@ class Run:
     """A sequence of blocks of a stage, and the pieces of one group of micro-batches on their way through these blocks.
 
     Args:
-        graph: the step that the ops belong to.
-        layers: numbers of the blocks.
         head: whether the run has the heads of its blocks, if they have any.
         staggered: whether the last block merges each micro-batch right after the experts of the next one, instead of all
             micro-batches at the end. The mirrored backward then does not queue all combines before the first dispatch.

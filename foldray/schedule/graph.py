@@ -44,13 +44,9 @@ class PipelineGraph:
     """A pipeline whose smallest pieces are stages. `stage_positions` assigns the stages to positions.
 
     Args:
-        pp: number of pipeline positions.
-        micro_batches: micro-batches of one optimizer step.
-        virtual_stages: stages per position.
         backward: False for evaluation: no op goes backward and no state is kept.
 
     Raises:
-        UserError: virtual_stages < 1, or virtual_stages > 1 with pp = 1.
         ValueError: pp or micro_batches < 1.
     """
 
@@ -107,13 +103,13 @@ class PipelineGraph:
             return (op._replace(kind=STAGE),)
         if op.direction == "F":
             return (handover("F", op.layer - 1, op.micro_batch),) if op.layer > 0 else ()
-        own = stage("F", op.layer, op.micro_batch)
-        return (own, handover("B", op.layer + 1, op.micro_batch)) if op.layer < self.stages - 1 else (own,)
+        forward = stage("F", op.layer, op.micro_batch)
+        return (forward, handover("B", op.layer + 1, op.micro_batch)) if op.layer < self.stages - 1 else (forward,)
 
     def where(self, op: Op) -> tuple[int, ...]:
         if op.kind == STAGE:
             return (self.at[op.layer],)
-        return self.at[op.layer], self.at[self._receiver(op)]
+        return self.at[op.layer], self.at[op.layer + (1 if op.direction == "F" else -1)]
 
     def channel(self, op: Op) -> Channel | None:
         if op.kind == STAGE:
@@ -123,6 +119,3 @@ class PipelineGraph:
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         return (op._replace(direction="F"),) if (op.kind, op.direction) == (STAGE, "B") else ()
-
-    def _receiver(self, op: Op) -> int:
-        return op.layer + (1 if op.direction == "F" else -1)

@@ -23,7 +23,6 @@ def with_handovers(graph: Graph, orders: Schedule) -> Schedule:
     A position waits only before an op that computes, so the positions cannot wait for each other in a circle.
 
     Args:
-        graph: the graph of the schedule.
         orders: for every position, its ops that compute, without handovers.
 
     Raises:
@@ -37,7 +36,6 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
     """Do the same as `with_handovers`, without a check of the orders.
 
     Args:
-        graph, orders: as for `with_handovers`.
         spans: when each op that computes begins and ends on another clock. The clock must respect the graph and the orders. A
             clock on which messages take time orders the messages of a channel as they become ready.
     """
@@ -53,22 +51,21 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
     last = [(0.0, False, 0)] * len(orders)
     sources = {op: max(computing.needs(op), key=rank.__getitem__) for op in graph.ops() if graph.channel(op) is not None}
     for op, source in sorted(sources.items(), key=lambda pair: rank[pair[1]]):
-        sender, *others = graph.where(op)
+        sender, *receivers = graph.where(op)
         begin, end = spans[source]
-        for position in (sender, *others):
+        for position in (sender, *receivers):
             sends = position == sender or any(position_of[need] == position for need in computing.needs(op))
-            own = (end, False, rank[source]) if sends else (begin, True, rank[source])
+            key = (end, False, rank[source]) if sends else (begin, True, rank[source])
             # Sorting is stable, so a receive that comes too early for the common order goes right behind the one before.
-            last[position] = max(last[position], own)
+            last[position] = max(last[position], key)
             lists[position].append((last[position], op))
-    return tuple(tuple(op for _, op in sorted(own, key=lambda each: each[0])) for own in lists)
+    return tuple(tuple(op for _, op in sorted(key, key=lambda entry: entry[0])) for key in lists)
 
 
 def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict[Op, tuple[int, int]]:
     """Return when each op begins and ends. The times are those of `unit_times` without communication, but found faster.
 
     Args:
-        graph: the graph of the schedule.
         orders: for every position, tuples of ops that compute. The ops of a tuple run at once: they begin together when all
             that they need is there, and end together.
     """

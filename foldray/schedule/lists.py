@@ -6,9 +6,24 @@ of a stage is the mirror image of a forward order. A collective starts as soon a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, EXPERT, GATHER, HANDOVER, HEAD, MERGE, PROJECT, ROUTE, STAGE
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    COUNTS,
+    DISPATCH,
+    EXCHANGES,
+    EXPERT,
+    GATHER,
+    HANDOVER,
+    HEAD,
+    MERGE,
+    PROJECT,
+    ROUTE,
+    STAGE,
+)
 from foldray.schedule.af_pipe import af_pipe
 from foldray.schedule.chunks import Reduction
 from foldray.schedule.generators import Run, group
@@ -16,10 +31,8 @@ from foldray.schedule.op import Direction, Op, Schedule
 from foldray.schedule.ordering import Ordering
 from foldray.schedule.overlaps import USUAL_LAG, Overlap
 from foldray.schedule.pipeline import passes, pipeline
-from foldray.schedule.reduction import place_reductions
+from foldray.schedule.reduction import OpCosts, by_urgency, place_reductions
 from foldray.schedule.step_graph import StepGraph
-from foldray.schedule.traffic import OpCosts, by_urgency
-from foldray.schedule.weave import weave
 
 
 def step_schedule(
@@ -32,13 +45,9 @@ def step_schedule(
     """Return the lists of all positions: the stages in the pipeline's order with all their ops, and the reductions.
 
     Args:
-        forward: overlap of the forward.
         backward: overlap of the backward; None is the same as `forward`.
         reduction: when `graph.chunks` are reduced; None is at the end.
         costs: the times of the ops, if they are known (`Ordering`).
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
     """
     return ordered_schedule(graph, Ordering(forward, backward or forward, reduction=reduction or Reduction(), costs=costs))
 
@@ -49,11 +58,7 @@ def ordered_schedule(graph: StepGraph, ordering: Ordering) -> Schedule:
 
 
 def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[Op, ...]:
-    """Return the list of one pipeline position.
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
-    """
+    """Return the list of one pipeline position."""
     if ordering.found is not None and ordering.found.graph == graph:
         return ordering.found.order
     if graph.apart:
@@ -81,7 +86,6 @@ def expand(
 
     Args:
         stages: `stage` and `handover` ops of the position, in order.
-        forward, backward: as for `step_schedule`.
         woven: pairs of a forward and a backward whose ops go in turns (`weave`).
     """
     settings, stages = {"F": forward, "B": backward or forward}, tuple(stages)
@@ -97,24 +101,22 @@ def expand(
             inside = stage_order(graph, op.layer, op.direction, settings[op.direction])
             orders[first] = _with_handover(graph, inside, op.layer, op.direction)
         ahead = op.micro_batch * graph.batch_degree
-        return [each._replace(micro_batch=ahead + each.micro_batch) for each in orders[first]]
+        return [inner._replace(micro_batch=ahead + inner.micro_batch) for inner in orders[first]]
 
-    found: list[tuple[Op, ...]] = []
+    expanded: list[tuple[Op, ...]] = []
     for op in stages:
         if op in seconds or (op.kind == HANDOVER and op.layer in held):
             continue  # the stage that makes its pieces sends them
         ops = weave(graph, order(op), order(pairs[op])) if op in pairs else tuple(order(op))
-        found.append(_head_at_once(graph, ops))
-    return _with_weights(graph, found)
+        expanded.append(_head_at_once(graph, ops))
+    return _with_weights(graph, expanded)
 
 
 def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Overlap) -> tuple[Op, ...]:
     """Return the ops of one pass of a stage, with collectives, for the parts of the first micro-batch.
 
     Args:
-        stage: number of the virtual stage.
         direction: F or B. A backward pass includes recomputation (R).
-        overlap: how the pieces of the stage overlap.
     """
     layers, row = list(graph.layers[stage]), overlap.row
     has_head = stage == len(graph.stages) - 1
@@ -126,7 +128,7 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
         order += row.order(run, overlap.lag or USUAL_LAG)
         if row.drains and blocks[-1] in graph.heads:
             order += group(graph, HEAD, blocks[-1])
-    return _with_collectives(graph, order if direction == "F" else list(_mirrored(graph, order)))
+    return _with_collectives(graph, order if direction == "F" else list(graph.mirrored(order)))
 
 
 def _handover(graph: StepGraph, stage: int, direction: Direction) -> tuple[Op, ...]:
@@ -145,19 +147,15 @@ def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, directio
     for op in _handover(graph, stage, direction):
         at = max([at, *(place[need] for need in graph.needs(op))])
         after.setdefault(at, []).append(op)
-    return tuple(each for i, op in enumerate(order) for each in (op, *after.get(i, ())))
+    return tuple(placed for i, op in enumerate(order) for placed in (op, *after.get(i, ())))
 
 
 def _head_at_once(graph: StepGraph, order: tuple[Op, ...]) -> tuple[Op, ...]:
     """Let every piece of the head go backward right after its forward, so that the logits of one piece exist at a time."""
     if not graph.backward:
         return order
-    pairs = ((op, op._replace(direction="B")) if op.kind == HEAD else (op,) for op in order if not _backward_of_head(op))
-    return tuple(op for pair in pairs for op in pair)
-
-
-def _backward_of_head(op: Op) -> bool:
-    return op.kind == HEAD and op.direction == "B"
+    kept = (op for op in order if (op.kind, op.direction) != (HEAD, "B"))
+    return tuple(placed for op in kept for placed in ((op, op._replace(direction="B")) if op.kind == HEAD else (op,)))
 
 
 def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
@@ -166,27 +164,21 @@ def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op,
     They come before the end of their pass. Those of the head are computed from gradients of logits, so they come before the next
     piece of the head.
     """
-    found, waiting = list[Op](), list[Op]()
+    placed, waiting = list[Op](), list[Op]()
     for ops in passes:
         for op in ops:
             if op.kind == HEAD and op.direction == "F":
-                found += waiting
+                placed += waiting
                 waiting = []
-            found.append(op)
+            placed.append(op)
             if op.direction == "B":
                 waiting += graph.weights(op)
             if graph.channel(op) is not None:
-                found += waiting
+                placed += waiting
                 waiting = []
-        found += (op for op in waiting if op.kind != HEAD)
+        placed += (op for op in waiting if op.kind != HEAD)
         waiting = [op for op in waiting if op.kind == HEAD]
-    return (*found, *waiting)
-
-
-def _mirrored(graph: StepGraph, order: list[Op]) -> Iterator[Op]:
-    for op in reversed(order):
-        yield from graph.rerun(op)
-        yield op._replace(direction="B")
+    return (*placed, *waiting)
 
 
 def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
@@ -200,5 +192,41 @@ def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
         (ATTENTION, "B"): (GATHER,) if graph.gathers else (),
     }
     return tuple(
-        each for op in order for each in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
+        placed for op in order for placed in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
     )
+
+
+def weave(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tuple[Op, ...]:
+    """Return the ops of two passes of stages in turns. A turn ends with an all-to-all of its pass. The backward begins.
+
+    Each pass computes while rows of the other one travel. The two passes do not need each other, so all-to-alls are hidden
+    without pieces: block i goes forward beside block n − 1 − i, which goes backward. This is one pair of blocks; what travels is
+    below what computes meanwhile. A is attention with sums and routers, E the experts; large letters go forward, small ones
+    backward:
+
+        computes   e      A      a      E      e      A
+        travels        d      D      c      C      d     …
+
+    Sources: DualPipe (DeepSeek-V3, arXiv:2412.19437, figure 4) and Megatron-Core's overlap of expert parallelism weave two passes
+    by a fixed plan. Here every pass is in the order of `stream`, and gradients of weights may be apart.
+
+    Args:
+        forward, backward: the ops of the two passes, with collectives and handovers.
+    """
+    turns = zip_longest(_turns(backward), _turns(forward), fillvalue=())
+    woven = [op for pair in turns for turn in pair for op in turn]
+    # Handovers of both passes on one channel go in the order of the passes, as the receiver has them.
+    channels = {graph.channel(op) for op in forward if op.kind == HANDOVER}
+    behind = [op for op in backward if op.kind == HANDOVER and graph.channel(op) in channels]
+    return (*(op for op in woven if op not in behind), *behind)
+
+
+def _turns(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+    turn: list[Op] = []
+    for op in ops:
+        turn.append(op)
+        if op.kind in EXCHANGES:
+            yield tuple(turn)
+            turn = []
+    if turn:
+        yield tuple(turn)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from foldray.blueprint import BlockSpec, Ownership
 from foldray.errors import UserError
-from foldray.schedule.chunks import REDUCTIONS, Reduction
+from foldray.schedule.chunks import REDUCTIONS, Chunk, Reduction
 from foldray.schedule.op import Op
 from foldray.schedule.overlaps import KINDS, Overlap, overlap_kind
+from foldray.schedule.reduction import OpCosts
 from foldray.schedule.slicing import SliceCost, Slicing, slice_sequence
 from foldray.schedule.step_graph import StepGraph
-from foldray.schedule.traffic import OpCosts
+from foldray.schedule.step_ops import Place, gathers, leaves_weights
 
 _TIMED = 2  # steps that a found list goes by: the second one already runs by a found list
 
@@ -21,7 +23,6 @@ class FoundList(NamedTuple):
 
     Args:
         graph: the graph of the step. Steps with another graph have lists by name.
-        order: the list of this rank's position.
         timed: number of steps whose times have led to it. Each of them but the first one had the list that was found before.
     """
 
@@ -34,18 +35,15 @@ class Ordering(NamedTuple):
     """All choices that decide the lists of a step.
 
     Args:
-        forward, backward: how pieces overlap in each direction.
         slicing: how sequences are cut, in tokens of the whole sequence. None is whole sequences of any length.
         recompute: kinds of ops whose forward runs again before their backward.
         batch_degree: number of parts that a micro-batch is cut into along the batch (FlowMoE's R). Their pieces overlap.
-        reduction: when gradients are reduced.
         weights_apart: whether gradients of weights are ops of their own, while others travel (`StepGraph.later`).
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches, for a kind that is found.
         alive: most micro-batches that have started and not ended, if the experts have ranks of their own (`af_pipe`). None is as
             many as make the step fast.
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
-        found: the list that was found, for a kind that is found.
     """
 
     forward: Overlap = Overlap("sequential")
@@ -82,16 +80,48 @@ class Ordering(NamedTuple):
 
     @property
     def finds(self) -> bool:
-        """Whether the list is still to be found, or found once more: ops take other times beside those of its own order."""
+        """Whether the list is still to be found, or to be found once more, since the times of ops depend on the list's order."""
         return self.forward.row.found and (self.found is None or self.found.timed < _TIMED)
+
+    def graph(
+        self,
+        ownership: Ownership,
+        stages: tuple[tuple[BlockSpec, ...], ...],
+        length: int,
+        micro_batches: int,
+        ragged: bool,
+        backward: bool = True,
+        chunks: tuple[tuple[Chunk, ...], ...] = (),
+    ) -> StepGraph:
+        """Return the graph of a step in this ordering.
+
+        Args:
+            stages, ragged, backward, chunks: as in `StepGraph`.
+            micro_batches: number of micro-batches, or of their parts.
+        """
+        model, fold = ownership.model, ownership.fold
+        slicing = self.slicing or Slicing((length,), (length,))
+        return StepGraph(
+            stages,
+            slicing.shared(fold.cp * fold.tp),
+            fold.pp,
+            micro_batches,
+            ragged,
+            self.recompute,
+            backward,
+            self.batch_degree if backward else 1,
+            chunks,
+            tuple(Place(*places) for places in ownership.places),
+            gathers(slicing, fold.cp),
+            leaves_weights(model) if self.weights_apart and backward else (),
+            model.tied_embeddings,
+        )
 
 
 class Sequences(NamedTuple):
     """The sequences to cut.
 
     Args:
-        length: tokens of a sequence.
-        cost: cost of a slice of attention.
         multiple_of: the length of every slice is a multiple of this number of tokens.
     """
 
@@ -100,56 +130,23 @@ class Sequences(NamedTuple):
     multiple_of: int = 1
 
     def cut(self, slicing: str, degree: int) -> Slicing:
-        """Cut a sequence into `degree` pieces (`slice_sequence`).
-
-        Raises:
-            UserError: the sequence cannot be cut in this way.
-        """
+        """Cut a sequence into `degree` pieces (`slice_sequence`)."""
         return slice_sequence(slicing, self.length, degree, self.cost, self.multiple_of)
 
+    def cut_for(
+        self, kind: str, degree: int, slicing: str = "time_uniform", slices: tuple[int, ...] | None = None
+    ) -> Slicing | None:
+        """Cut a sequence as a kind of overlap needs it; None for a degree of 1, which cuts nothing.
 
-def make_ordering(
-    sequences: Sequences,
-    kind: str,
-    degree: int,
-    lag: int | None = None,
-    backward: str | None = None,
-    backward_lag: int | None = None,
-    slicing: str = "time_uniform",
-    slices: tuple[int, ...] | None = None,
-    batch_degree: int = 1,
-    reduction: Reduction | None = None,
-    recompute: tuple[str, ...] = (),
-    weights_apart: bool = False,
-    ahead: float = 1,
-    alive: int | None = None,
-) -> Ordering:
-    """Return the ordering for the settings of a recipe.
-
-    Args:
-        sequences: the sequences to cut.
-        kind: overlap kind of the forward.
-        degree: number of pieces of a sequence. 1 does not cut sequences.
-        lag, backward_lag: lags for kinds that have one. None is chosen later, when the times of the ops are known.
-        backward: overlap kind of the backward; None is the same as `kind`.
-        slicing: how attention is cut, one of `SLICINGS`.
-        slices: lengths of attention's slices in tokens; None lets `slicing` choose them.
-        batch_degree: number of parts of a micro-batch.
-        reduction: when gradients are reduced; None is at the end.
-        recompute: kinds of ops whose forward runs again.
-        weights_apart: whether gradients of weights are ops of their own.
-        ahead: how much more a position may keep than in the pipeline's own order, in micro-batches.
-        alive: most micro-batches that have started and not ended, if the experts have ranks of their own.
-
-    Raises:
-        UserError: no kind has this name, or sequences cannot be cut in this way.
-    """
-    cut = None if degree == 1 else sequences.cut(slicing, degree)
-    if cut is not None:
+        Args:
+            slicing: how attention is cut, one of `SLICINGS`.
+            slices: lengths of attention's slices in tokens; None lets `slicing` choose them.
+        """
+        if degree == 1:
+            return None
+        cut = self.cut(slicing, degree)
         whole = not overlap_kind(kind).cuts_attention
-        cut = cut._replace(attention=(sequences.length,) if whole else slices or cut.attention)
-    ways = Overlap(kind, lag), Overlap(backward or kind, backward_lag)
-    return Ordering(*ways, cut, recompute, batch_degree, reduction or Reduction(), weights_apart, ahead, alive)
+        return cut._replace(attention=(self.length,) if whole else slices or cut.attention)
 
 
 def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1) -> Ordering:
@@ -161,26 +158,20 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
     a found list may keep. DEGREE is 1 by default, and BACKWARD_LAG is the same as LAG. PARTS (along the batch) and REDUCTION have
     the defaults of the kind; `flow` has two parts, and `chunks`. A name that cuts nothing gives the `sequential` ordering, except
     for `weave` and `list`.
-
-    Args:
-        length, cost, multiple_of: the sequences to cut (`Sequences`).
-
-    Raises:
-        UserError: the name has no known kind or another form, or the sequence cannot be cut in this way.
     """
     order, plus, how = name.partition("+")
     order, at, parts = order.partition("@")
     given, *numbers = order.split(":")
-    given, more, ahead = given.partition("-ahead=")
-    cut = given.removesuffix("-apart")
-    kind = cut.removesuffix("-even")
+    given, ahead_given, ahead = given.partition("-ahead=")
+    together = given.removesuffix("-apart")
+    kind = together.removesuffix("-even")
     if kind not in KINDS:
         raise UserError("schedule", name, "names no kind of schedule", KINDS)
     row = KINDS[kind]
     if len(numbers) > 3 or not all(number.isdecimal() for number in numbers) or (at and not parts.isdecimal()):
         form = "KIND:DEGREE:LAG:BACKWARD_LAG@PARTS+REDUCTION=BYTES"
         raise UserError("schedule", name, f"must read {form}, all but KIND optional")
-    if more and not (row.found and re.fullmatch(r"\d{1,3}(\.\d{1,3})?", ahead)):
+    if ahead_given and not (row.found and re.fullmatch(r"\d{1,3}(\.\d{1,3})?", ahead)):
         raise UserError("schedule", name, "must have a number behind ahead=, which only found kinds have", ["list-ahead=0.5"])
     reduction = _named_reduction(name, how) if plus else Reduction(row.reduction)
     batch_degree = int(parts) if at else row.batch_degree
@@ -191,15 +182,13 @@ def named_ordering(name: str, length: int, cost: SliceCost, multiple_of: int = 1
         raise UserError("schedule", name, "has a 0; degrees, lags and parts are at least 1")
     if not row.cuts and (degree > 1 or batch_degree > 1):
         raise UserError("schedule", name, f"{kind} cuts nothing", [kind])
-    apart = cut != given or row.weights_apart
+    apart = together != given or row.weights_apart
     if degree == 1 and batch_degree == 1 and row.of_stages:
         return Ordering(reduction=reduction, weights_apart=apart)
-    slicing = "token_uniform" if cut != kind else "time_uniform"
-    sequences = Sequences(length, cost, multiple_of)
-    return make_ordering(
-        sequences, kind, degree, lag, backward_lag=backward_lag, slicing=slicing, batch_degree=batch_degree,
-        reduction=reduction, weights_apart=apart, ahead=float(ahead or 1),
-    )  # fmt: skip
+    slicing = "token_uniform" if together != kind else "time_uniform"
+    cut = Sequences(length, cost, multiple_of).cut_for(kind, degree, slicing)
+    ways = Overlap(kind, lag), Overlap(kind, backward_lag)
+    return Ordering(*ways, cut, batch_degree=batch_degree, reduction=reduction, weights_apart=apart, ahead=float(ahead or 1))
 
 
 def _named_reduction(name: str, how: str) -> Reduction:

@@ -18,12 +18,9 @@ class OverlapKind(NamedTuple):
     """A way in which the pieces of a stage's blocks overlap, or the pieces of a whole step.
 
     Args:
-        name: the name in recipes.
-        source: the paper or project that it comes from.
         hides: the communication that it hides, in one line.
         order: (run, lag) → the forward order of the run's computation. None is for experts with ranks of their own: a stage
             is no run of one position then, and the lists of a whole step are made at once.
-        cuts: whether sequences may be cut.
         cuts_attention: whether attention is cut, too. Otherwise only the MoE layers are cut.
         drains: whether a block finishes before the next block begins. Otherwise all blocks of a stage are one run.
         has_lag: whether `order` uses the lag.
@@ -108,11 +105,7 @@ SEARCHED = tuple(name for name, row in OVERLAPS.items() if row.searched)
 
 
 def overlap_kind(name: str) -> OverlapKind:
-    """Return a row by its name, or by `module:NAME`.
-
-    Raises:
-        UserError: no row has this name, or `module:NAME` cannot be imported or is not an `OverlapKind`.
-    """
+    """Return a row by its name, or by `module:NAME`."""
     return find_row("schedule.kind", KINDS, OverlapKind, name)
 
 
@@ -120,7 +113,6 @@ class Overlap(NamedTuple):
     """How a stage's pieces are ordered in one direction.
 
     Args:
-        kind: name of an overlap kind (`overlap_kind`).
         lag: number of attention slices between a piece's router and its experts; ignored if the kind has no lag. None is
             chosen when the times of the ops are known (`finding.settle`); until then, the lag is `USUAL_LAG`.
     """

@@ -11,103 +11,44 @@ from foldray.schedule.op import Direction, Op, Schedule, stage
 
 
 def pipeline(graph: PipelineGraph, woven: bool = False) -> Schedule:
-    """Return the schedule of a pipeline: forward only for evaluation, interleaved for virtual stages, else 1F1B.
+    """Return the schedule of a pipeline.
+
+    - With one stage per position: 1F1B with a flush at the end of the step (DAPPLE, arXiv:2007.01045, and PipeDream-Flush,
+      arXiv:2006.09503, in the form of Megatron-LM, arXiv:2104.04473). Position p warms up with pp − 1 − p forwards. Then it
+      alternates one forward and one backward, and ends with the remaining backwards. It keeps the activations of at most pp − p
+      forwards.
+    - With virtual stages: interleaved 1F1B (Megatron-LM, arXiv:2104.04473, section 2.2), whose bubble shrinks by their number.
+      The stages of a position are pp stages apart. A round of pp micro-batches goes through the first stage of a position, then
+      through its second stage, and so on. Position p warms up with (virtual_stages − 1)·pp + 2·(pp − 1 − p) forwards. Like later
+      versions of Megatron-LM, this leaves out the special case of micro_batches = pp (all forwards first).
+    - For evaluation: forwards in rounds of pp micro-batches. The last round may be smaller.
 
     Args:
-        graph: the pipeline.
-        woven: whether the two passes of a pair run at once (`woven_pairs`).
-
-    Raises:
-        UserError: the virtual stages do not fit the micro-batches (`check_pipeline`).
+        woven: whether the two passes of a pair run at once, after more warm-up forwards (`passes`). The backward of a pair
+            follows its forward in the list; `weave` orders their ops. Since the backward frees a block for each that the forward
+            fills, a position keeps the activations of its warm-up and of one more block.
     """
-    if not graph.backward:
-        return forward_only(graph)
-    if woven:
-        return woven_pairs(graph)
-    return interleaved(graph) if graph.virtual_stages > 1 else one_f_one_b(graph)
+    check_pipeline(graph)
+    positions = range(graph.pp)
+    if not (woven and graph.backward):
+        return with_handovers(graph, tuple(passes(graph, position).ops for position in positions))
+    orders = [passes(graph, position, woven=True) for position in positions]
+    units = [[*((op,) for op in order.warm_up), *order.pairs, *((op,) for op in order.cool_down)] for order in orders]
+    return place_handovers(graph, tuple(order.ops for order in orders), unit_spans(graph, units))
 
 
 def check_pipeline(graph: PipelineGraph) -> None:
-    """Raise an error for a graph for which `pipeline` has no schedule.
-
-    Raises:
-        UserError: there are virtual stages, and micro_batches is not a multiple of pp.
-    """
+    """Raise an error for a graph for which `pipeline` has no schedule."""
     if graph.backward and graph.virtual_stages > 1 and not graph.full_rounds:
         rule = f"interleaving needs the micro-batches of a step ({graph.micro_batches}) to be a multiple of pp={graph.pp}"
         raise UserError("schedule.virtual_stages", graph.virtual_stages, rule, [1])
-
-
-def one_f_one_b(graph: PipelineGraph) -> Schedule:
-    """Return the 1F1B schedule with a flush at the end of the step.
-
-    Position p warms up with pp − 1 − p forwards. Then it alternates one forward and one backward, and ends with the
-    remaining backwards. It keeps the activations of at most pp − p forwards.
-
-    Sources: DAPPLE (arXiv:2007.01045) and PipeDream-Flush (arXiv:2006.09503), in the form of Megatron-LM (arXiv:2104.04473).
-
-    Raises:
-        ValueError: the graph has virtual stages or no backward.
-    """
-    if graph.virtual_stages > 1 or not graph.backward:
-        raise ValueError("1F1B is for one stage per position, with a backward")
-    return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
-
-
-def interleaved(graph: PipelineGraph) -> Schedule:
-    """Return the interleaved 1F1B schedule: a position holds several stages, and the bubble shrinks by their number.
-
-    The stages of a position are pp stages apart. A round of pp micro-batches goes through the first stage of a position,
-    then through its second stage, and so on. Position p warms up with (virtual_stages − 1)·pp + 2·(pp − 1 − p) forwards.
-
-    Source: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (arXiv:2104.04473), section 2.2.
-    Like later versions of Megatron-LM, this leaves out the special case of micro_batches = pp (all forwards first).
-
-    Raises:
-        UserError: micro_batches is not a multiple of pp.
-        ValueError: the graph has one stage per position or no backward.
-    """
-    if graph.virtual_stages < 2 or not graph.backward:
-        raise ValueError("interleaving is for several stages per position, with a backward")
-    check_pipeline(graph)
-    return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
-
-
-def woven_pairs(graph: PipelineGraph) -> Schedule:
-    """Return 1F1B, or the interleaved schedule, with more warm-up forwards, and with pairs whose two passes run at once.
-
-    `passes` says how many forwards a position warms up with.
-
-    The backward of a pair follows its forward in the list; `weave` orders their ops. Since the backward frees a block for each
-    that the forward fills, a position keeps the activations of its warm-up and of one more block.
-
-    Raises:
-        UserError: micro_batches is not a multiple of pp, and there are virtual stages.
-    """
-    check_pipeline(graph)
-    each = [passes(graph, position, woven=True) for position in range(graph.pp)]
-    units = [[*((op,) for op in own.warm_up), *own.pairs, *((op,) for op in own.cool_down)] for own in each]
-    return place_handovers(graph, tuple(own.ops for own in each), unit_spans(graph, units))
-
-
-def forward_only(graph: PipelineGraph) -> Schedule:
-    """Return the schedule for evaluation: forwards in rounds of pp micro-batches. The last round may be smaller.
-
-    Raises:
-        ValueError: the graph has a backward.
-    """
-    if graph.backward:
-        raise ValueError("a graph with a backward needs a schedule with one")
-    return with_handovers(graph, tuple(computed(graph, p) for p in range(graph.pp)))
 
 
 class Passes(NamedTuple):
     """The `stage` ops of a position, in order.
 
     Args:
-        warm_up: forwards.
         pairs: a forward and a backward in turns. If they are woven, the two passes of a pair do not need each other.
-        cool_down: backwards.
     """
 
     warm_up: tuple[Op, ...]
@@ -123,8 +64,6 @@ def passes(graph: PipelineGraph, position: int, woven: bool = False) -> Passes:
     """Return the `stage` ops of a position.
 
     Args:
-        graph: the pipeline.
-        position: number of the position.
         woven: whether the two passes of a pair run at once. The position then warms up with one more forward, so that the
             backward of a pair never waits for its forward. Both passes end with the pair. So a position warms up with two
             forwards more than the next one, as in the interleaved schedule; with one more, two positions would take turns.
@@ -138,11 +77,6 @@ def passes(graph: PipelineGraph, position: int, woven: bool = False) -> Passes:
     warm_up = min(warm_up + woven, len(forwards))
     steady = len(forwards) - warm_up
     return Passes(forwards[:warm_up], tuple(zip(forwards[warm_up:], backwards[:steady], strict=True)), backwards[steady:])
-
-
-def computed(graph: PipelineGraph, position: int) -> tuple[Op, ...]:
-    """Return the `stage` ops of a position in order: warm-up forwards, then pairs of a forward and a backward, then backwards."""
-    return passes(graph, position).ops
 
 
 def _passes(graph: PipelineGraph, direction: Direction, position: int) -> tuple[Op, ...]:

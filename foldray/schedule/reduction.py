@@ -6,15 +6,20 @@
 | `buckets` | PyTorch's DistributedDataParallel, Megatron-LM | as soon as its gradients are complete, whatever else travels |
 | `chunks` | FlowMoE, section 3.3 | when its gradients are complete and no all-to-all needs the link |
 
-This module places `chunks` like `buckets`. If the times of the ops are known, `traffic.by_urgency` then moves reductions
-behind all-to-alls.
+`place_reductions` places `chunks` like `buckets`. All-to-alls then wait for reductions that no op needs yet. If the times of the
+ops are known, `by_urgency` holds reductions back until the link is about to be idle: FlowMoE's priority of all-to-alls. FlowMoE
+polls a flag during the step. Here this is decided once, when the list is made, from times that all ranks of a pipeline position
+share.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from foldray.blueprint import Maker
+from foldray.kinds import HANDOVER, REDUCE
 from foldray.schedule.op import Op
 from foldray.schedule.step_graph import StepGraph
 
@@ -23,16 +28,14 @@ def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind:
     """Return a position's list with the reductions of its chunks (`graph.chunks`) inserted.
 
     Args:
-        graph: the step.
         order: all other ops of the position, with collectives.
-        position: number of the pipeline position.
         kind: `end` puts the reductions last. Every other kind puts a reduction where its gradients are complete.
     """
     chunks = list(graph.reductions(position))
     if kind == "end":
         return (*order, *chunks)
     ready = _ready(graph, order, chunks)
-    return tuple(op for i, each in enumerate(order) for op in (each, *ready.get(i, ())))
+    return tuple(op for i, computed in enumerate(order) for op in (computed, *ready.get(i, ())))
 
 
 def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[int, list[Op]]:
@@ -41,7 +44,61 @@ def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[
     for i, op in enumerate(order):
         if op.direction in ("B", "W"):
             last[op.kind, op.layer] = i
-    found: dict[int, list[Op]] = {}
+    ready: dict[int, list[Op]] = {}
     for op in chunks:
-        found.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
-    return found
+        ready.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
+    return ready
+
+
+class OpCosts(NamedTuple):
+    """The times of ops, in seconds. They must be the same on every rank of a pipeline position.
+
+    Args:
+        seconds: pairs of ((kind, direction, part), seconds). Ops that are not listed take no time.
+        startup, per_byte: seconds to start a reduction, and seconds per byte of its chunk.
+    """
+
+    seconds: tuple[tuple[tuple[str, str, int], float], ...]
+    startup: float
+    per_byte: float
+
+
+def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[Op, ...]:
+    """Return the same list with later reductions: each starts when the link would be idle before the next computation ends.
+
+    According to `costs`, an all-to-all then waits for at most one chunk. All other ops keep their order.
+
+    Args:
+        order: a legal list that starts every reduction as soon as its gradients are complete.
+    """
+    seconds = dict(costs.seconds)
+    now = link = 0.0  # when the started computation ends; when the link becomes idle
+    arrival: dict[Op, float] = {}
+    waiting: deque[Op] = deque()  # reductions whose gradients are complete
+    moved: list[Op] = []
+
+    def duration(op: Op) -> float:
+        if op.kind == REDUCE:
+            return costs.startup + costs.per_byte * graph.chunk(op).bytes
+        return seconds.get((op.kind, op.direction, op.part), 0.0)
+
+    def travel(op: Op) -> None:
+        nonlocal link
+        moved.append(op)
+        if op.kind != HANDOVER:  # handovers wait for other positions, and this clock has only one position
+            arrival[op] = link = max(link, now) + duration(op)
+
+    for op in order:
+        if op.kind == REDUCE:
+            waiting.append(op)
+        elif graph.channel(op) is not None:
+            travel(op)
+        else:
+            end = max([now, *(arrival[need] for need in graph.needs(op) if need in arrival)]) + duration(op)
+            while waiting and max(link, now) < end:
+                travel(waiting.popleft())
+            moved.append(op)
+            now = end
+    for op in waiting:
+        travel(op)
+    return tuple(moved)

@@ -57,7 +57,6 @@ class SliceCost(NamedTuple):
 
     Args:
         quadratic: cost per pair of a query and a key that it sees.
-        linear: cost per token.
         windows: (name of a window, share of the blocks that have it), for all windows; empty is `full` in all blocks.
     """
 
@@ -77,7 +76,7 @@ class SliceCost(NamedTuple):
         With as many key and value heads as query heads, and heads that are together as wide as the model, it is `of_model`.
         """
         every = [model.block(layer).attention for layer in range(model.layers)]
-        spec, windows = every[0], Counter(each.window for each in every if set(model.windows) != {FULL.name})
+        spec, windows = every[0], Counter(attention.window for attention in every if set(model.windows) != {FULL.name})
         products = sum(width * (inside or model.hidden) for inside, width in spec.inputs.values())
         products += model.hidden * (spec.outputs + sum(spec.downs.values()))
         shares = tuple((name, count / model.layers) for name, count in sorted(windows.items()))
@@ -120,14 +119,8 @@ def slice_sequence(kind: str, length: int, degree: int, cost: SliceCost, multipl
 
     Args:
         kind: how attention is cut, one of `SLICINGS`.
-        length: tokens of the sequence.
-        degree: number of slices.
         cost: cost of a slice, for `algorithm1` and `time_uniform`.
         multiple_of: every length is a multiple of this number of tokens, so that ranks can share each slice.
-
-    Raises:
-        UserError: the kind is unknown; length, degree or `multiple_of` is less than 1; length is not a multiple of
-            `multiple_of`, or too short for `degree` slices.
     """
     if kind not in SLICINGS:
         raise UserError("schedule.slicing", kind, "is no kind of slicing", SLICINGS)
@@ -166,11 +159,6 @@ def algorithm1(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int =
 
     Args:
         micro_batches: lengths of the MoE micro-batches, in tokens.
-        cost: cost of a slice.
-        multiple_of: every length is a multiple of this number of tokens.
-
-    Returns:
-        Lengths of the slices, in tokens.
     """
 
     def flops(tokens: int, context: int) -> float:
@@ -201,11 +189,6 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
 
     Args:
         micro_batches: lengths of the MoE micro-batches, in tokens.
-        cost: cost of a slice.
-        multiple_of: every length is a multiple of this number of tokens.
-
-    Returns:
-        Lengths of the slices, in tokens.
     """
     needed = [tokens // multiple_of for tokens in accumulate(micro_batches)]
 
@@ -215,8 +198,8 @@ def time_uniform(micro_batches: Sequence[int], cost: SliceCost, multiple_of: int
     low, high = 0.0, float(before(needed[-1]))
     best = _furthest(needed, before, high)  # the cost of the whole sequence is always a sufficient limit
     while low < (middle := (low + high) / 2) < high:
-        found = _furthest(needed, before, middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        slices = _furthest(needed, before, middle)
+        low, high, best = (middle, high, best) if slices is None else (low, middle, slices)
     return tuple(units * multiple_of for units in best or ())
 
 
@@ -226,7 +209,6 @@ def _furthest(needed: Sequence[int], before: Callable[[int], float], limit: floa
     Args:
         needed: units that the first j slices must have at least, for j = 1, 2, …
         before: unit → cost of the sequence before this unit.
-        limit: largest cost of a slice.
 
     Returns:
         Lengths of the slices, in units of `multiple_of` tokens.

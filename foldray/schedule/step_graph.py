@@ -6,8 +6,10 @@ share tokens with it. This is FoldMoE's token buffer (section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from foldray.kinds import (
     ATTENTION,
@@ -34,10 +36,7 @@ _BEFORE = {
     FFN: (ATTENTION,), COUNTS: (ROUTE,), DISPATCH: (ROUTE, COUNTS), EXPERT: (DISPATCH,), COMBINE: (EXPERT,),
     MERGE: (ROUTE, COMBINE), GATHER: (PROJECT,),
 }  # fmt: skip
-_AFTER = {
-    PROJECT: (GATHER, ATTENTION), ROUTE: (DISPATCH, MERGE), DISPATCH: (EXPERT,), EXPERT: (COMBINE,), COMBINE: (MERGE,),
-}  # fmt: skip
-"""For ops on the same piece: the kinds whose results a forward op uses, and the kinds that use its results."""
+"""For ops on the same piece: the kinds whose results a forward op uses."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class StepGraph(StepOps):
             passes = range(self.micro_batches)
             ways: dict[str, Direction] = dict.fromkeys(self.later, "W")
             makers = ((kind, layer, ways.get(kind, "B")) for kind, layer in self.makers(op))
-            return tuple(each for kind, layer, way in makers for m in passes for each in self.pieces(kind, layer, m, way))
+            return tuple(piece for kind, layer, way in makers for m in passes for piece in self.pieces(kind, layer, m, way))
         if op.direction == "W":
             return (op._replace(direction="B"), *self._added_before(op))
         if op.direction == "R":
@@ -97,25 +96,28 @@ class StepGraph(StepOps):
     def _before_again(self, op: Op) -> tuple[Op, ...]:
         """Return what comes before an op that runs again.
 
-        Its state is large, so it is made late: when the backward of the next part, or of the first part of the next block at the
-        position, has freed the state there. The first state of a micro-batch is made when its gradient is there.
+        The state of an op is large, so the op runs late: after the backward of the next part, or of the first part of the next
+        block at the position, has freed its state. The first op of a micro-batch runs again when its gradient has arrived.
         """
-        own = op._replace(direction="F")
+        forward = op._replace(direction="F")
         if op.kind == ATTENTION and self.gathers:
-            return own, op._replace(kind=PROJECT)  # which has waited for the rest
+            return forward, op._replace(kind=PROJECT)  # which has waited for the rest
         kind = ATTENTION if op.kind == self.entry else op.kind
-        done = (own,) if op.kind == kind else (own, own._replace(kind=kind))  # both use the place for the queries of a slice
+        done = (
+            (forward,) if op.kind == kind else (forward, forward._replace(kind=kind))
+        )  # both use the place for the queries of a slice
         backward = op._replace(kind=kind, direction="B")
         if following := self._next_part(backward):
             return (*done, *following)
-        where = self.where(own)
-        later = (backward._replace(layer=layer, part=0) for layer in range(op.layer + 1, len(self.blocks)))
-        free = next((each for each in later if self._has(kind, each.layer) and self.where(each) == where), None)
+        where = self.where(forward)
+        layers = (
+            layer
+            for layer in range(op.layer + 1, len(self.blocks))
+            if kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
+        )
+        later = (backward._replace(layer=layer, part=0) for layer in layers)
+        free = next((candidate for candidate in later if self.where(candidate) == where), None)
         return (*done, free) if free else (*done, *self._gradients(backward))
-
-    def _has(self, kind: str, layer: int) -> bool:
-        """Return whether a block has ops of a kind that may run again."""
-        return kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
 
     def _next_part(self, op: Op) -> tuple[Op, ...]:
         """Return the same op for the next part of the micro-batch; nothing for the last part."""
@@ -188,49 +190,51 @@ class StepGraph(StepOps):
             first = self.layers[op.layer][0]
             makers = self._sharing(op, *((MERGE, first - 1) if self.merges_onwards(first - 1) else (self.entry, first)))
             return tuple(maker._replace(direction="B") for maker in makers)
-        stage = self.stage_of[op.layer]
-        ends = op.layer == self.layers[stage][-1] and stage < len(self.stages) - 1
-        onwards = self.merges_onwards(op.layer)
-        back = tuple(self._overlapping(op, self.handovers("B", stage + 1, op.micro_batch))) if ends else ()
-        if ends and not onwards and op.kind == self.output(op.layer):
-            return back
-        users = tuple(user._replace(direction="B") for user in self._users(op._replace(direction="F")))
-        if op.kind != ROUTE:
-            return users
-        # The gradient of the balance loss has the statistics of the whole sequence, which the last router completes. Its own
-        # backward may free it before, so what follows it stands for it.
-        return (*users, *(back if onwards else ()), self._last_part(op._replace(kind=DISPATCH, direction="F")))
+        stage, gradients = self.stage_of[op.layer], list[Op]()
+        for user in self._users(op._replace(direction="F", micro_batch=0)):
+            if user.kind == HANDOVER:  # backward, handovers have other cuts
+                gradients += self._overlapping(op, self.handovers("B", stage + 1, op.micro_batch))
+            else:
+                gradients.append(user._replace(direction="B", micro_batch=op.micro_batch))
+        if op.kind in (ATTENTION, GATHER):  # the first slice goes backward last, and frees the keys and values of all
+            gradients += self._next_part(op)
+        if op.kind == ROUTE:
+            # The gradient of the balance loss has the statistics of the whole sequence, which the last router completes. Its own
+            # backward may free it before, so what follows it stands for it.
+            gradients.append(self._last_part(op._replace(kind=DISPATCH, direction="F")))
+        return tuple(gradients)
 
-    def _users(self, op: Op) -> tuple[Op, ...]:
-        """Return the ops of the same stage that use the results of a forward op."""
-        kind, layer = op.kind, op.layer
-        if kind == EMBED:
-            return (op._replace(kind=self.entry),)
-        if kind == ATTENTION:
-            own = ROUTE if self.blocks[layer].moe else FFN
-            return (*self._sharing(op, own, layer), *self._next_part(op))
-        if kind == HEAD:
-            return ()
-        if kind == GATHER:  # the first slice goes backward last, and frees the keys and values of all
-            return (op._replace(kind=ATTENTION), *self._next_part(op))
-        if kind in (MERGE, FFN):
-            last = layer == self.layers[self.stage_of[layer]][-1] and not self.merges_onwards(layer)
-            head = self._sharing(op, HEAD, layer) if layer in self.heads else ()
-            return (*head, *(() if last else self._sharing(op, self.entry, layer + 1)))
-        onwards = kind == ROUTE and self.merges_onwards(layer)
-        return tuple(op._replace(kind=name) for name in _AFTER[kind] if not (onwards and name == MERGE))
+    def _users(self, op: Op) -> Sequence[Op]:
+        """Return the ops of other kinds that use the results of a forward op of the first micro-batch.
+
+        Row counts are left out: they have no backward.
+        """
+        stage = self.stage_of[op.layer]
+        if stage not in self._users_in:
+            users = self._users_in[stage] = defaultdict[Op, list[Op]](list)
+            following = self._stage(stage + 1, 0) if self.merges_onwards(self.layers[stage][-1]) else ()
+            for user in (*self._stage(stage, 0), *following):
+                for need in self._inputs(user):
+                    if user.kind not in (need.kind, COUNTS):
+                        users[need].append(user)
+        return self._users_in[stage][op]
+
+    @cached_property
+    def _users_in(self) -> dict[int, dict[Op, list[Op]]]:
+        """By stage, what `_users` has found. A search asks for few stages of a graph."""
+        return {}
 
     def _sharing(self, op: Op, kind: str, layer: int) -> Iterator[Op]:
         """Return the forward ops of a kind at a block that share tokens with an op."""
         return self._overlapping(op, self.pieces(kind, layer, op.micro_batch))
 
-    def _overlapping(self, op: Op, others: Iterator[Op]) -> Iterator[Op]:
+    def _overlapping(self, op: Op, candidates: Iterator[Op]) -> Iterator[Op]:
         """Return those of some ops that share tokens with an op."""
         mine = self.tokens(op)
-        for other in others:
-            theirs = self.tokens(other)
+        for candidate in candidates:
+            theirs = self.tokens(candidate)
             if theirs.start < mine.stop and mine.start < theirs.stop:
-                yield other
+                yield candidate
 
     def _state(self, op: Op) -> Op:
         """Return the op whose saved state a backward op uses."""

@@ -12,7 +12,7 @@ and `part` is the number of the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -73,7 +73,6 @@ class StepOps:
     Args:
         stages: the blocks of every virtual stage, in order.
         slicing: the cut of a rank's share of every sequence.
-        pp: number of pipeline positions.
         micro_batches: micro-batches of one optimizer step, or their parts if `batch_degree` cuts them.
         ragged: whether ranks exchange row counts before rows. Otherwise experts have room for a fixed number of rows.
         recompute: kinds of ops whose forward runs again, as a separate op (R), before their backward.
@@ -209,7 +208,7 @@ class StepOps:
         """Return the kinds and blocks of the ops that complete the gradients of a `reduce` op. Those of attention come from
         projections, too, if these are ops of their own."""
         several = {ATTENTION: tuple(dict.fromkeys((ATTENTION, self.entry)))}
-        return tuple((each, layer) for kind, layer in self.chunk(op).makers for each in several.get(kind, (kind,)))
+        return tuple((maker, layer) for kind, layer in self.chunk(op).makers for maker in several.get(kind, (kind,)))
 
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
         """Return the forward ops of a stage for one micro-batch, with the handover to the next stage."""
@@ -252,6 +251,12 @@ class StepOps:
             return ()
         kinds = (self.entry, ATTENTION) if op.kind == ATTENTION and self.gathers else (op.kind,)
         return tuple(op._replace(kind=kind, direction="R") for kind in kinds)
+
+    def mirrored(self, forwards: Sequence[Op]) -> Iterator[Op]:
+        """Return the backwards of forward ops in reverse order, each after what runs again for it."""
+        for op in reversed(forwards):
+            yield from self.rerun(op)
+            yield op._replace(direction="B")
 
     def weights(self, op: Op) -> tuple[Op, ...]:
         """Return the op with the gradients of weights that the backward of an op leaves, if it leaves them."""

@@ -10,8 +10,7 @@ from typing import NamedTuple, cast
 
 from foldray.kinds import ATTENTION, HANDOVER, REDUCE
 from foldray.schedule import COMPUTE, Channel, Cost, Graph, Op, OpCosts, Schedule, Span, StepGraph, times
-from foldray.timeline.simulator import Simulation
-from foldray.timeline.usage import usage
+from foldray.timeline.simulator import Simulation, usage
 
 
 class Recording(NamedTuple):
@@ -25,7 +24,6 @@ class _RankedOp(NamedTuple):
     """An op at a rank.
 
     Args:
-        op: the op.
         rank: the rank of an op that computes; for a handover, the number of the pair of ranks within their positions; -1 for a
             collective, which all ranks of a position share, and for rows between attention and experts, which all ranks of
             two positions share.
@@ -73,12 +71,12 @@ class _Ranks:
         return tuple(rank for position in positions for rank in self.at[position])
 
     def needs(self, ranked: _RankedOp) -> tuple[_RankedOp, ...]:
-        found: dict[_RankedOp, None] = {}  # an ordered set
+        needs: dict[_RankedOp, None] = {}  # an ordered set
         for rank in self.where(ranked):
             for need in self.graph.needs(ranked.op):
                 if self.place[rank][0] in self.graph.where(need):
-                    found[self.ranked(need, rank)] = None
-        return tuple(found)
+                    needs[self.ranked(need, rank)] = None
+        return tuple(needs)
 
     def channel(self, ranked: _RankedOp) -> tuple[Channel, int] | None:
         channel = self.graph.channel(ranked.op)
@@ -93,16 +91,18 @@ class _Ranks:
                     spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
         whole = {
             # A sender is done before its message arrives.
-            op: Span(max(span.start for span in each), (max if self._is_message(op.op) else fmean)(span.end for span in each))
-            for op, each in spans.items()
+            op: Span(
+                max(span.start for span in of_ranks), (max if self._is_message(op.op) else fmean)(span.end for span in of_ranks)
+            )
+            for op, of_ranks in spans.items()
         }
         arrived: dict[object, float] = {}
-        found = {}
+        seconds = {}
         for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
             channel = self.channel(ranked)
-            found[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
+            seconds[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
             arrived[channel] = span.end
-        return found
+        return seconds
 
     def _is_message(self, op: Op) -> bool:
         """Whether an op goes from one position to another."""
@@ -113,15 +113,15 @@ class _Ranks:
 
         Within a pipeline position, this assumes that a collective ends at the same time on all ranks.
         """
-        found = []
+        ahead = []
         between = self._between_positions(recordings)
         for rank, recording in enumerate(recordings):
             position, _ = self.place[rank]
             first = recordings[self.at[position][0]].spans
             shared = [op for op in first if self.graph.channel(op) and not self._is_message(op)]
             apart = [recording.spans[op].end - first[op].end for op in shared]
-            found.append(between[position] + (median(apart) if apart else 0.0))
-        return found
+            ahead.append(between[position] + (median(apart) if apart else 0.0))
+        return ahead
 
     def _between_positions(self, recordings: Sequence[Recording]) -> dict[int, float]:
         """Return the seconds by which the clock of each position's first rank is ahead of the clock of the first position's.
@@ -149,19 +149,13 @@ Scale = Callable[[Op, int], float]
 """(op, rank) → factor on the seconds of an op; the rank is -1 for an op that several ranks share."""
 
 
-def _as_recorded(op: Op, rank: int) -> float:
-    return 1.0
-
-
-def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale: Scale = _as_recorded) -> Simulation:
+def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale: Scale = lambda op, rank: 1.0) -> Simulation:
     """Run a recorded step again on the simulator's clock.
 
     An op that computes takes as long as it did on its rank. A collective takes the time until its end, from the moment when
     the last rank had started it and the collective before it on the same channel had ended.
 
     Args:
-        graph: the graph of the recorded step.
-        recordings: one recording per rank.
         shown: the rank whose spans the result has.
         scale: factors on the recorded seconds, to ask what the step would take with other ops.
 
@@ -180,8 +174,8 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale:
 
     # The clock only passes the entries of its lists to the graph, so these entries may be ranked ops.
     spans = times(cast(Graph, ranks), cast(Schedule, ranks.lists), cast(Callable, cost))
-    own = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
-    return Simulation(own[shown], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in own))
+    by_rank = [{each.op: spans[cast(Op, each)] for each in ops} for ops in ranks.lists]
+    return Simulation(by_rank[shown], max(span.end for span in spans.values()), tuple(usage(graph, each) for each in by_rank))
 
 
 def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
@@ -206,7 +200,6 @@ def message_seconds(graph: StepGraph, recordings: Sequence[Recording]) -> dict[t
     """Return the seconds of what travels between positions, by (kind, direction, part): medians over blocks and micro-batches.
 
     Args:
-        graph: the graph of the recorded step.
         recordings: for every position, recorded messages of one rank, after one op that computes there.
     """
     took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
@@ -220,7 +213,6 @@ def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
     """Return the times of a recorded step's ops, for `by_urgency` and `settle`: medians over blocks and micro-batches.
 
     Args:
-        graph: the graph of the recorded step.
         recordings: recordings of the ranks of one pipeline position.
     """
     cost = recorded_cost(graph, recordings)
@@ -249,7 +241,6 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
     """Return all recorded slices of attention for `SliceCost.measured`, with medians over blocks and micro-batches.
 
     Args:
-        graph: the graph of the recorded step.
         spans: the recorded spans, with forward and backward of every slice.
         ranks: number of ranks that share a sequence (cp·tp).
 
@@ -257,11 +248,11 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
         (tokens of the slice, tokens up to its end, seconds of forward and backward together). Tokens are those of the whole
         sequence.
     """
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    timings: dict[tuple[int, int], list[float]] = defaultdict(list)
     for op in spans:
         if op.kind == ATTENTION and op.direction == "F":
             tokens = graph.tokens(op)
             parts = (op._replace(kind=kind, direction=way) for kind in {ATTENTION, graph.entry} for way in ("F", "B", "W"))
-            own = [spans[part] for part in parts if part in spans]
-            found[len(tokens) * ranks, tokens.stop * ranks].append(sum(each.end - each.start for each in own))
-    return [(tokens, context, median(took)) for (tokens, context), took in found.items()]
+            durations = [spans[part] for part in parts if part in spans]
+            timings[len(tokens) * ranks, tokens.stop * ranks].append(sum(span.end - span.start for span in durations))
+    return [(tokens, context, median(took)) for (tokens, context), took in timings.items()]

@@ -1,11 +1,69 @@
-"""The simulator: it runs the lists of training on a clock, at given costs."""
+"""The simulator, which runs the lists of training on a clock at given costs, and the use of a step's time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from foldray.schedule import Cost, Graph, Issue, Op, Schedule, Span, times
-from foldray.timeline.usage import Usage, usage
+
+
+class Usage(NamedTuple):
+    """The use of one rank's time, in seconds.
+
+    Args:
+        compute: time in which an op computed.
+        communication: time in which a collective or a handover was in flight.
+        exposed: time in which a collective or a handover was in flight and no op computed.
+    """
+
+    compute: float
+    communication: float
+    exposed: float
+
+
+def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
+    """Return the use of time by the ops of one rank."""
+    computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
+    talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
+    both = length(merged([*computing, *talking]))
+    return Usage(length(computing), length(talking), both - length(computing))
+
+
+def overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tuple[int, int]:
+    """Count the collectives that a list should hide, and those that were hidden.
+
+    The first number counts collectives that have computation between them and the first op that needs them. The second
+    number counts those of them that were in flight during such computation.
+    """
+    users: dict[Op, int] = {}  # collective → index of the first op that needs it
+    for place, op in enumerate(order):
+        for need in graph.needs(op):
+            if graph.channel(need) is not None:
+                users.setdefault(need, place)
+    claimed = seen = 0
+    for place, op in enumerate(order):
+        if graph.channel(op) is None:
+            continue
+        beside = [spans[between] for between in order[place + 1 : users.get(op, len(order))] if graph.channel(between) is None]
+        claimed += bool(beside)
+        seen += any(span.start < spans[op].end and spans[op].start < span.end for span in beside)
+    return claimed, seen
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Return sorted spans that do not touch and cover the same time."""
+    covered: list[Span] = []
+    for span in sorted(spans):
+        if covered and span.start <= covered[-1].end:
+            covered[-1] = Span(covered[-1].start, max(covered[-1].end, span.end))
+        else:
+            covered.append(span)
+    return covered
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
 
 
 class Simulation(NamedTuple):
@@ -13,7 +71,6 @@ class Simulation(NamedTuple):
 
     Args:
         spans: the span of every op, in the unit of the costs.
-        seconds: time from the start of the step to the end of the last op.
         usage: usage of every position.
     """
 
@@ -29,5 +86,5 @@ def simulate(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None =
         ScheduleError: the schedule cannot finish.
     """
     spans = times(graph, schedule, cost, issue)
-    own = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)
-    return Simulation(spans, max(span.end for span in spans.values()), own)
+    used = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)
+    return Simulation(spans, max(span.end for span in spans.values()), used)

@@ -1,11 +1,11 @@
-"""Whether ranks start their operations in one total order, as communicators need that share a device."""
+"""Whether ranks start their operations in one total order, as communicators need that share a device; how much they keep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from foldray.schedule import Schedule
+from foldray.schedule import Op, Schedule
 from foldray.schedule.graph import Graph
 
 
@@ -102,3 +102,21 @@ def check_lists(graph: Graph, schedule: Schedule) -> None:
             Started((Meeting(str(graph.channel(op)), str(op), graph.where(op), 0),), "its list") for op in travelling
         ]
     check_order(logs)
+
+
+def peak(graph: Graph, schedule: Schedule) -> tuple[int, ...]:
+    """Return, for every position, the largest number of ops whose saved state is alive at once.
+
+    The state of an op is alive from the op until another op frees it. Ops that no op frees do not count.
+    """
+    kept = {op for freeing in graph.ops() for op in graph.frees(freeing)}
+
+    def peak_of(ops: tuple[Op, ...]) -> int:
+        alive, most = set[Op](), 0
+        for op in ops:
+            alive |= {op} & kept
+            most = max(most, len(alive))
+            alive.difference_update(graph.frees(op))
+        return most
+
+    return tuple(map(peak_of, schedule))

@@ -13,7 +13,7 @@ from foldray.fold import Fold
 from foldray.model import Batch, Transformer, all_losses
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import TorchEngine
-from foldray.schedule import Sequences, SliceCost, make_ordering
+from foldray.schedule import Ordering, Overlap, Sequences, SliceCost
 from tests.foldray.parity import BATCH, LENGTH, MODEL, make_recipe, one_process, sample, weights, worst
 
 STEPS = 2
@@ -42,7 +42,8 @@ def train_apart(rank: int, case: Case, steps: int) -> dict[str, Any]:
     groups = Groups.create(fold, rank)
     model = Transformer(Ownership(spec, fold, case.virtual_stages), groups, dtype=torch.float64)
     optimizer = OptimizerSpec(kind="sgd", lr=1.0, decay="constant", weight_decay=0.0, clip=None)
-    ordering = make_ordering(Sequences(LENGTH, SliceCost.of_model(16, 8), 1), "aaam", case.degree, recompute=case.recompute)
+    cut = Sequences(LENGTH, SliceCost.of_model(16, 8), 1).cut_for("aaam", case.degree)
+    ordering = Ordering(Overlap("aaam"), Overlap("aaam"), cut, recompute=case.recompute)
     ordering = ordering._replace(reduction=ordering.reduction._replace(kind=case.reduction), alive=case.alive)
     engine = TorchEngine(model, groups, optimizer, ordering, case.zero)
     model.slice(None if case.degree == 1 else ordering.slicing.attention if ordering.slicing else None)

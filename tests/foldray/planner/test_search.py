@@ -20,7 +20,7 @@ from foldray.planner.passes import LAGS, with_best_lags
 from foldray.planner.prediction import Step, predict
 from foldray.planner.search import Planned, Refinement, search
 from foldray.planner.space import Space
-from foldray.schedule import Overlap, Sequences, SliceCost, make_ordering
+from foldray.schedule import Ordering, Overlap, Sequences, SliceCost
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "heads": 8, "kv_heads": 4, "hidden": 1024})
 CLOSE = 1 - 1e-12
@@ -144,7 +144,9 @@ def test_lags_are_those_with_the_shortest_passes() -> None:
     slow = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 1})
     job = Job(ModelSpec.model_validate({"preset": "deepseek-moe", "layers": 4}), 4096, 8)
     device, cost = Device.of(job, slow), SliceCost.of_model(job.model.hidden, job.model.heads)
-    each = Candidate(job, Fold(8, ep=8), make_ordering(Sequences(4096, cost, 2), "stream", 8, 1, backward_lag=1))
+    each = Candidate(
+        job, Fold(8, ep=8), Ordering(Overlap("stream", 1), Overlap("stream", 1), Sequences(4096, cost, 2).cut_for("stream", 8))
+    )
     rank = OpWork(each, device).rank
     found = with_best_lags(each, rank).ordering
     seconds = {}

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.kinds import WITH_WEIGHTS
-from foldray.schedule import COMPUTE, Op, Overlap, Place, Slicing, StepGraph, check, peak, step_schedule, times
+from foldray.schedule import COMPUTE, Op, Overlap, Place, Slicing, StepGraph, check, step_schedule, times
 from foldray.schedule.af_pipe import af_pipe, chain
 from tests.foldray.blocks import DENSE, MOE
-from tests.foldray.order import check_lists
+from tests.foldray.order import check_lists, peak
 from tests.gate import examples
 
 WHOLE = Slicing((8,), (8,))

@@ -14,12 +14,12 @@ from foldray.schedule import (
     ScheduleError,
     check,
     handover,
-    peak,
     pipeline,
     stage,
     unit_times,
     with_handovers,
 )
+from tests.foldray.order import peak
 
 GRAPH = PipelineGraph(2, 2)
 # position 0: F0.0 | handover F0.0 | F0.1 | handover F0.1 | handover B1.0 | B0.0 | handover B1.1 | B0.1

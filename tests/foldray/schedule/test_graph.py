@@ -16,13 +16,13 @@ from foldray.schedule import (
     StepGraph,
     check,
     handover,
-    peak,
     pipeline,
     stage,
     times,
     with_handovers,
 )
 from tests.foldray.blocks import MOE
+from tests.foldray.order import peak
 
 
 @pytest.mark.parametrize(

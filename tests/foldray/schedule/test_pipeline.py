@@ -15,15 +15,10 @@ from foldray.schedule import (
     Op,
     PipelineGraph,
     check,
-    forward_only,
-    interleaved,
-    one_f_one_b,
-    peak,
     pipeline,
     unit_times,
 )
-from foldray.schedule.pipeline import woven_pairs
-from tests.foldray.order import check_lists
+from tests.foldray.order import check_lists, peak
 
 Order = list[tuple[str, int, int]]  # direction, virtual stage, micro-batch
 
@@ -180,12 +175,12 @@ def test_a_send_follows_its_stage_and_a_receive_is_never_late(graph):
 def test_all_positions_have_one_order_of_handovers(graph):
     check_lists(graph, pipeline(graph))
     if graph.backward:
-        check_lists(graph, woven_pairs(graph))
+        check_lists(graph, pipeline(graph, woven=True))
 
 
 @given(EVALUATION)
 def test_forward_only_runs_rounds_of_pp_and_keeps_nothing(graph):
-    schedule = forward_only(graph)
+    schedule = pipeline(graph)
     assert {op.direction for ops in schedule for op in ops} == {"F"}
     assert peak(graph, schedule) == (0,) * graph.pp
     for position, ops in enumerate(schedule):
@@ -201,7 +196,7 @@ def test_forward_only_with_virtual_stages_in_full():
 
 
 def test_a_whole_schedule_in_full():
-    lists = [" | ".join(map(str, ops)) for ops in one_f_one_b(PipelineGraph(2, 2))]
+    lists = [" | ".join(map(str, ops)) for ops in pipeline(PipelineGraph(2, 2))]
     assert lists == [
         "F0.0 | handover F0.0 | F0.1 | handover F0.1 | handover B1.0 | handover B1.1 | B0.0 | B0.1",
         "handover F0.0 | handover F0.1 | F1.0 | B1.0 | handover B1.0 | F1.1 | B1.1 | handover B1.1",
@@ -228,15 +223,10 @@ def test_generation_does_not_depend_on_hash_seeds():
             "needs a pipeline, fold.pp above 1; legal: 1",
         ),
         (
-            lambda: interleaved(PipelineGraph(4, 6, 2)),
+            lambda: pipeline(PipelineGraph(4, 6, 2)),
             UserError,
             r"schedule.virtual_stages=2: .* micro-batches of a step \(6\) to be a multiple of pp=4; legal: 1",
         ),
-        (lambda: interleaved(PipelineGraph(4, 8)), ValueError, "several stages per position"),
-        (lambda: interleaved(PipelineGraph(4, 8, 2, backward=False)), ValueError, "with a backward"),
-        (lambda: one_f_one_b(PipelineGraph(4, 8, 2)), ValueError, "one stage per position"),
-        (lambda: one_f_one_b(PipelineGraph(4, 8, backward=False)), ValueError, "with a backward"),
-        (lambda: forward_only(PipelineGraph(4, 8)), ValueError, "needs a schedule with one"),
     ],
 )
 def test_what_cannot_be_made_is_refused(make, error, words):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.schedule import Op, Overlap, Slicing, Span, StepGraph, step_schedule, unit_times
-from foldray.timeline import draw_text, length, merged, perfetto, queued, usage
+from foldray.timeline import draw_text, length, merged, perfetto, usage
 from tests.foldray.blocks import MOE
 
 GRAPH = StepGraph(((MOE,),), Slicing((4, 4), (4, 4)), ragged=False)
@@ -30,11 +30,6 @@ def test_merged_spans_cover_the_same_time(given: list[tuple[int, int]]) -> None:
     found = merged(spans)
     assert length(found) == len(covered)
     assert all(a.end < b.start for a, b in pairwise(found))
-
-
-def test_a_collective_waits_for_the_one_before_it_on_its_channel() -> None:
-    found = queued(GRAPH, {A0: Span(0, 2), D0: Span(1, 5), D1: Span(2, 7)})
-    assert found == {A0: Span(0, 2), D0: Span(1, 5), D1: Span(5, 7)}
 
 
 def test_a_trace_has_a_track_for_each_lane_of_each_rank() -> None:

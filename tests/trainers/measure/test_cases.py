@@ -19,8 +19,7 @@ from foldray.moe.router import TopKGate
 from foldray.moe.sequence import Sequences
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
-from foldray.runtime.op_graph import OpGraph
-from foldray.runtime.op_graphs import OpGraphs
+from foldray.runtime.op_graphs import OpGraph, OpGraphs
 from foldray.runtime.weights import Weights
 from foldray.windows import FULL
 from tests.foldray.parity import make_recipe
