@@ -217,7 +217,7 @@ class FoldTrainer(TorchTrainer):
         self.run = Run(self.recipe, name, self._root, data, self.console, origin, tuple(self.worlds), need, self._end_attempt)
         with self.run:
             recipes = {world: recipe.model_dump(mode="json") for world, recipe in self.worlds.items()}
-            config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue, "holder": guardian.holder()}
+            config = {"recipes": recipes, "data": str(data.folder), "queue": self.run.queue, "holder": self._lease.holder}
             anew = begin is not None and begin.anew
             self.train_loop_config = config | {"search": self.search, "start": start and start.checkpoint, "anew": anew}
             if self._is_elsewhere:  # whoever loads a checkpoint finds the recipe beside it

@@ -46,7 +46,7 @@ class Lease:
     """
 
     def __init__(self, run: Folder, field: str, holder: str, say: Callable[[str], None], lose: Callable[[], None]):
-        self._run, self._field, self._holder, self._say, self._lose = run, field, holder, say, lose
+        self._run, self._field, self.holder, self._say, self._lose = run, field, holder, say, lose
         self._beat, self.lost, self._is_new = 0, False, False
         self._leaves = threading.Event()
         self._thread: threading.Thread | None = None
@@ -116,11 +116,11 @@ class Lease:
 
     def _write(self) -> None:
         self._beat += 1
-        held = _Held(holder=self._holder, host=platform.node(), pid=os.getpid(), beat=self._beat)
+        held = _Held(holder=self.holder, host=platform.node(), pid=os.getpid(), beat=self._beat)
         self._run.write(_FILE, held.model_dump_json().encode())
 
     def _others(self) -> bytes | None:
-        return _others(self._run, self._holder)
+        return _others(self._run, self.holder)
 
 
 class LeaseLost(RuntimeError):
