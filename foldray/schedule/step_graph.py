@@ -103,9 +103,8 @@ class StepGraph(StepOps):
         if op.kind == ATTENTION and self.gathers:
             return forward, op._replace(kind=PROJECT)  # which has waited for the rest
         kind = ATTENTION if op.kind == self.entry else op.kind
-        done = (
-            (forward,) if op.kind == kind else (forward, forward._replace(kind=kind))
-        )  # both use the place for the queries of a slice
+        # Projections and attention of a slice use one place for its queries.
+        done = (forward,) if op.kind == kind else (forward, forward._replace(kind=kind))
         backward = op._replace(kind=kind, direction="B")
         if following := self._next_part(backward):
             return (*done, *following)
