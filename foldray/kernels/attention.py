@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foldray.kernels import fused
-from foldray.kernels.wide import at_least_float32
+from foldray.kernels.autograd import at_least_float32
 
 Mask: TypeAlias = Tensor | Literal["causal"] | None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.kernels.activations import kernel_of
-from foldray.kernels.later import Leave, add_product
+from foldray.kernels.autograd import Leave, add_product
 from foldray.kernels.transfer import to_device
 
 Kind = Literal["loop", "grouped"]

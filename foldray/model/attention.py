@@ -1,26 +1,94 @@
 """Causal self-attention with grouped key/value heads and rotary positions, cut over heads (TP) and positions (CP).
 
+Heads get their queries, keys and values from the block's input, or from narrow vectors (latent attention).
+
 Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), H hidden, N query
-heads and G key/value heads of this rank, D width of a head's queries and keys, V width of its values.
+heads and G key/value heads of this rank, D width of a head's queries and keys, V width of its values, R columns of a head that
+turn with its position.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec
-from foldray.comm import Groups, Pending, scatter_sequence
-from foldray.kernels.later import Later, product
+from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec, ScalingSpec
+from foldray.blueprint.parts import Parts, columns
+from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
+from foldray.kernels import fused
+from foldray.kernels.autograd import Later, product
 from foldray.model.context import ContextMode, context_attention
-from foldray.model.rotary import Rotation, rotation
+from foldray.model.layers import HeadNorms, rms_norm
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues, slice_attention
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines [S, R/2] of the angles by which rotary positions turn pairs of columns: 2i and 2i + 1 if interleaved,
+    else i and i + R/2.
+    """
+
+    cos_SR: torch.Tensor
+    sin_SR: torch.Tensor
+    interleaved: bool = False
+
+
+def rotation(position_S: torch.Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rotation:
+    """Return the rotations of rotary position embedding (RoFormer, section 3.2.2) for heads of a type.
+
+    Angles are float64, because large positions lose digits in float32. Cosines and sines have at least float32.
+    """
+    rate_R = rope.theta ** (-torch.arange(0, rope.dim, 2, device=position_S.device, dtype=torch.float64) / rope.dim)
+    if rope.scaling is not None:
+        kept_R = _kept(rate_R, rope, rope.scaling)
+        rate_R = rate_R * kept_R + rate_R / rope.scaling.factor * (1 - kept_R)
+    angle_SR, wide = position_S.to(torch.float64).unsqueeze(1) * rate_R, torch.promote_types(dtype, torch.float32)
+    magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
+    return Rotation((angle_SR.cos() * magnitude).to(wide), (angle_SR.sin() * magnitude).to(wide), rope.interleaved)
+
+
+def _kept(rate_R: torch.Tensor, rope: RopeSpec, scaling: ScalingSpec) -> torch.Tensor:
+    """Return the share of its own rate that each pair keeps: 1 if it turns often, 0 if it turns seldom (`ScalingSpec`)."""
+    if scaling.kind == "linear":
+        return torch.zeros_like(rate_R)
+    if scaling.kind == "llama3":
+        turns_R = rate_R * (scaling.original / (2 * math.pi))
+        return ((turns_R - scaling.slow) / (scaling.fast - scaling.slow)).clamp(0, 1)
+
+    def pair(turns: float) -> float:
+        """Return the pair, a number that need not be whole, that turns as often as this within the original sequences."""
+        return rope.dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair(scaling.fast), pair(scaling.slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    width = last - first or 1e-3
+    return 1 - ((torch.arange(len(rate_R), device=rate_R.device, dtype=torch.float64) - first) / width).clamp(0, 1)
+
+
+def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:
+    """Rotate the pairs of every head by the angles of its position, in at least float32: [B, S, N, D].
+
+    Columns from R on stay as they are.
+    """
+    turning = 2 * turn.cos_SR.shape[-1]
+    if turning < x_BSND.shape[-1]:
+        return torch.cat((rotate(x_BSND[..., :turning], turn), x_BSND[..., turning:]), dim=-1)
+    if not turn.interleaved and fused.fits(x_BSND):
+        return fused.rotate(x_BSND, turn.cos_SR, turn.sin_SR)
+    cos_S1R, sin_S1R = turn.cos_SR.unsqueeze(1), turn.sin_SR.unsqueeze(1)
+    wide_BSND = x_BSND.to(cos_S1R.dtype)
+    a, b = wide_BSND.unflatten(-1, (wide_BSND.shape[-1] // 2, 2)).unbind(-1) if turn.interleaved else wide_BSND.chunk(2, dim=-1)
+    turned = a * cos_S1R - b * sin_S1R, b * cos_S1R + a * sin_S1R
+    return (torch.stack(turned, dim=-1).flatten(-2) if turn.interleaved else torch.cat(turned, dim=-1)).to(x_BSND.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,3 +212,106 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
         q, k, v = (x[:, :, run.start : run.stop] for x, run in ((q_BNSD, queries), (k_BGSD, keys), (v_BGSV, keys)))
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal, enable_gqa=grouped))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+class HeadAttention(Attention):
+    """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)].
+
+    `qkv_bias` and `norm` are None if the model has none.
+    """
+
+    def _make(self, model: ModelSpec) -> None:
+        share = self.share
+        width = share.queries + share.keys + share.values
+        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width))
+        self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
+        self.norm = HeadNorms(share, model.norm_eps, self.tensor) if share.norm != "none" else None
+
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
+        product_BSW = product(x_BSH, self.qkv, self.later)
+        if self.qkv_bias is not None:
+            product_BSW = product_BSW + self.qkv_bias
+        q_BSND, k_BSGD, v_BSGV = (
+            part.unflatten(-1, (part.shape[-1] // width, width))
+            for part, width in zip(
+                product_BSW.split((share.queries, share.keys, share.values), dim=-1),
+                (share.key_dim, share.key_dim, share.value_dim),
+                strict=True,
+            )
+        )
+        if self.norm is not None:
+            q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
+        if share.rope is not None:
+            turn = place.rotation(share.rope, product_BSW.dtype)
+            q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
+            q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
+            if self.norm is None:  # as a view, the values would keep the whole product alive until backward
+                v_BSGV = v_BSGV.contiguous()
+        return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
+
+    def parts(self) -> Parts:
+        widths = {part: width for part, (_, width) in self.share.inputs.items()}
+        biases = columns({f"{part}_bias": width for part, width in widths.items()}, before=())
+        whole: Parts = {name: [(name, ())] for name in ("out", "out_bias", "sinks")}
+        return {"qkv": columns(widths), "qkv_bias": biases, **whole}
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    `down` [H, …] makes the narrow vectors of this rank's piece: that of queries, if there is one, that of keys and values, and
+    the columns of keys that turn, which all heads share. TP gathers these vectors instead of the block's input. From them,
+    `query` and `key_value` make the heads of this rank; a head's columns that turn come last.
+    """
+
+    def _make(self, model: ModelSpec) -> None:
+        share = self.share
+        assert share.latent
+        made, latent, new = share.inputs, share.latent, self.out.new_empty
+        self.latent, self.eps = latent, model.norm_eps
+        self.down = nn.Parameter(new(model.hidden, sum(share.downs.values())))
+        self.query = nn.Parameter(new(made["query"][0] or model.hidden, made["query"][1]))
+        self.key_value = nn.Parameter(new(*made["key_value"]))
+        self.query_norm = nn.Parameter(new(latent.query_rank)) if latent.query_rank else None
+        self.key_value_norm = nn.Parameter(new(latent.rank))
+
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        share = self.share
+        assert share.rope
+        query_BSR, latent_BSR, turning_BSR = self._narrow(x_BsH, share.rope.dim)
+        turn = place.rotation(share.rope, latent_BSR.dtype)
+        q_BSND = _by_head(product(query_BSR, self.query, self.later), share.heads)
+        q_BSND = torch.cat((q_BSND[..., : share.still], rotate(q_BSND[..., share.still :], turn)), dim=-1)
+        made_BSNW = _by_head(product(latent_BSR, self.key_value, self.later), share.heads)
+        k_BSND, v_BSNV = made_BSNW.split((share.still, share.value_dim), dim=-1)
+        turned_BSNR = rotate(turning_BSR.unsqueeze(2), turn).expand(-1, -1, share.heads, -1)
+        k_BSND = torch.cat((k_BSND, turned_BSNR), dim=-1)
+        q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
+        # As a view, the values would keep the whole product alive until backward.
+        return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2)
+
+    def _narrow(self, x_BsH: torch.Tensor, turning: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return, for the shard, what queries are made from, what keys and values are made from, and the columns that turn."""
+        latent = self.latent
+        widths = (latent.query_rank, latent.rank, turning)
+        query_BsR, latent_BsR, turning_BsR = product(x_BsH, self.down, self.later).split(widths, dim=-1)
+        latent_BsR = rms_norm(latent_BsR, self.key_value_norm, self.eps)
+        if self.query_norm is not None:
+            query_BsR = rms_norm(query_BsR, self.query_norm, self.eps)
+        if self.tensor.size > 1:
+            narrow = gather_sequence(torch.cat((query_BsR, latent_BsR, turning_BsR), dim=-1), self.tensor).split(widths, dim=-1)
+            # Copies, so that the products do not copy them again and keep both.
+            query_BsR, latent_BsR, turning_BsR = narrow[0].contiguous(), narrow[1].contiguous(), narrow[2]
+        return query_BsR if latent.query_rank else gather_sequence(x_BsH, self.tensor), latent_BsR, turning_BsR
+
+    def parts(self) -> Parts:
+        names = {name: name for name in ("query", "key_value", "out", "sinks")}
+        names |= {"query_norm": "norm.query", "key_value_norm": "norm.key_value"}
+        whole: Parts = {own: [(name, ())] for own, name in names.items()}
+        return {"down": columns(self.share.downs), **whole}
+
+
+def _by_head(x_BSW: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return columns by head: [B, S, N · D] → [B, S, N, D]. There may be no sequence."""
+    return x_BSW.unflatten(-1, (heads, x_BSW.shape[-1] // heads))

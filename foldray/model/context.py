@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
 from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
-from foldray.kernels.wide import at_least_float32
+from foldray.kernels.autograd import at_least_float32
 from foldray.model.sight import Part, Sight
 
 ContextMode = Literal["ring", "all_gather"]

@@ -1,24 +1,108 @@
-"""Dense feed-forward networks, the embedding, and the head with its loss.
+"""Norms, dense feed-forward networks, the embedding, the head with its loss, and what multi-token prediction adds to blocks.
+
+Norms compute in at least float32, and keep only their inputs for backward.
+
+Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) has blocks that predict further tokens while training.
+Module k is a block behind the last one. At position i it takes the state of depth k − 1, and the embedding of token i + k:
+
+    state k at i = final norm k ( block k ( projection [norm(embedding of token i + k) ; norm(state k − 1 at i)] ) )
+    loss k       = mean of −log p(token i + k + 1 | state k at i), by the model's own head
+
+State 0 is the model's own, also after its final norm. The report leaves open on which side of the final norm a state is taken.
+The code that DeepSeek's and GLM's weights run with takes it behind the norm (Megatron-LM, vLLM).
+
+Positions see only earlier ones, and token i + k is an input, so slices and context parallelism work as in other blocks. The
+last k positions have no target. They take the last token of the sequence.
 
 Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), T = B·S tokens, H
-hidden, V rows of the vocabulary that this rank holds.
+hidden, V rows of the vocabulary that this rank holds, N query heads and G key/value heads of this rank, D width of a head's
+queries and keys.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foldray.blueprint import FeedForwardSpec
+from foldray.blueprint import AttentionSpec, FeedForwardSpec, ModelSpec
 from foldray.blueprint.parts import Parts, ffn_columns
-from foldray.comm import Communicator, gather_sequence, scatter_sequence
+from foldray.comm import Communicator, gather_sequence, scatter_sequence, sum_over_members
+from foldray.kernels.autograd import Later, at_least_float32, keeping_inputs, product
 from foldray.kernels.experts import expert_ffn
-from foldray.kernels.later import Later, product
-from foldray.kernels.wide import at_least_float32
 from foldray.model.batch import IGNORED
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last axis."""
+
+    def __init__(self, model: ModelSpec):
+        super().__init__()
+        self.eps = model.norm_eps
+        self.weight = nn.Parameter(torch.empty(model.hidden))
+        self.bias = nn.Parameter(torch.empty_like(self.weight)) if model.norm == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps)
+        if x.is_cuda:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return keeping_inputs(self._centred, x, self.weight, self.bias)
+
+    def _centred(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        dtype = at_least_float32(x)
+        return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), self.eps).to(x.dtype)
+
+
+class HeadNorms(nn.Module):
+    """RMSNorm of queries and keys: of each head by itself, or of all heads of a token, which TP cuts."""
+
+    def __init__(self, share: AttentionSpec, eps: float, tensor: Communicator):
+        super().__init__()
+        self.share, self.eps, self.tensor = share, eps, tensor
+        widths = (share.key_dim, share.key_dim) if share.norm == "head" else (share.queries, share.keys)
+        self.query, self.key = (nn.Parameter(torch.empty(width)) for width in widths)
+
+    def forward(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalize queries [B, S, N, D] and keys [B, S, G, D]."""
+        if self.share.norm == "head":
+            return rms_norm(q_BSND, self.query, self.eps), rms_norm(k_BSGD, self.key, self.eps)
+        wide = q_BSND.flatten(2), k_BSGD.flatten(2)
+        if self.tensor.size == 1:
+            q_BSW, k_BSW = (rms_norm(x, weight, self.eps) for x, weight in zip(wide, (self.query, self.key), strict=True))
+        else:
+            squares_BS2 = sum_over_members(keeping_inputs(_squares, *wide), self.tensor)
+            q_BSW, k_BSW = (
+                keeping_inputs(partial(_scaled, width=self.tensor.size * x.shape[-1], eps=self.eps), x, square, weight)
+                for x, square, weight in zip(wide, squares_BS2.split(1, dim=-1), (self.query, self.key), strict=True)
+            )
+        return q_BSW.view_as(q_BSND), k_BSW.view_as(k_BSGD)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm over the last axis, in at least float32. It keeps only its inputs for backward."""
+    if x.is_cuda:  # one kernel, which computes in float32 and keeps only its input and a number per row
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return keeping_inputs(partial(_normed, eps=eps), x, weight)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype = at_least_float32(x)
+    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
+
+
+def _squares(q_BSW: Tensor, k_BSW: Tensor) -> Tensor:
+    return torch.stack([x.to(at_least_float32(x)).square().sum(-1) for x in (q_BSW, k_BSW)], dim=-1)
+
+
+def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps: float) -> Tensor:
+    """Return this rank's part of RMSNorm, from the sum of squares and the width of all ranks' parts."""
+    dtype = square_BS1.dtype
+    scale_BS1 = (square_BS1 / width + eps).rsqrt()
+    return (x_BSW.to(dtype) * scale_BS1 * weight_W.to(dtype)).to(x_BSW.dtype)
 
 
 class FeedForward(nn.Module):
@@ -117,3 +201,19 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         grad_TV = softmax_TV.clone()
         grad_TV.scatter_add_(-1, row_T.unsqueeze(-1), -held_T.to(grad_TV.dtype).unsqueeze(-1))
         return grad_TV.mul_(grads[0].unsqueeze(-1)), None, None, None
+
+
+class MTPModule(nn.Module):
+    """What a block of multi-token prediction has beside the block itself."""
+
+    def __init__(self, model: ModelSpec, later: Later):
+        super().__init__()
+        self.later = later
+        self.embedding_norm, self.hidden_norm = Norm(model), Norm(model)
+        self.projection = nn.Parameter(torch.empty(2 * model.hidden, model.hidden))
+        self.final_norm = Norm(model)
+
+    def forward(self, x_BsH: torch.Tensor, e_BsH: torch.Tensor) -> torch.Tensor:
+        """Return the block's input from the state of the depth before and the embeddings of the later tokens: [B, s, H]."""
+        both_BsI = torch.cat((self.embedding_norm(e_BsH), self.hidden_norm(x_BsH)), dim=-1)
+        return product(both_BsI, self.projection, self.later)

@@ -19,14 +19,11 @@ from torch import nn
 from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
 from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
-from foldray.kernels.later import Later
+from foldray.kernels.autograd import Later
 from foldray.kernels.transfer import to_device
-from foldray.model.attention import ContextMode, Place
+from foldray.model.attention import ContextMode, HeadAttention, LatentAttention, Place
 from foldray.model.batch import Batch, Losses
-from foldray.model.further import MTPModule
-from foldray.model.heads import HeadAttention, LatentAttention
-from foldray.model.layers import FeedForward, Vocabulary, WeighedFeedForward
-from foldray.model.norms import Norm
+from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward
 from foldray.model.parts import parts_below
 from foldray.model.sight import Sight
 from foldray.model.slices import KeysAndValues

@@ -2,7 +2,7 @@
 
 Rows go from the ranks of attention to those of the experts, and the results go straight to the ranks of the next attention
 (DisagMoE, section 4.2.2). Only the ranks of a route take part. A row carries its weights, and the numbers of its experts on
-the rank that it goes to (`once.py`). Rows may travel in fewer bytes (`wire.py`).
+the rank that it goes to (`once.py`). Rows may travel in fewer bytes (`exchange.py`).
 
 Legend: T tokens, H hidden, K experts per token, N rows, R ranks of experts that this rank sends to, S ranks that send here.
 """
@@ -17,13 +17,13 @@ from torch import nn
 from foldray.blueprint import Ownership
 from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatter_rows
 from foldray.fold.routes import Routes
+from foldray.kernels.autograd import Later
 from foldray.kernels.experts import Kind
-from foldray.kernels.later import Later
 from foldray.moe import once
 from foldray.moe.contracts import Rows
-from foldray.moe.experts import Experts
+from foldray.moe.exchange import Format, Wire, write
+from foldray.moe.layer import Experts
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
-from foldray.moe.wire import Format, Wire, write
 
 
 class TokenExchange:

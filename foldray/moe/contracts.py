@@ -12,7 +12,7 @@ In backward, the gradient of the rows that went out comes back, and the gradient
 
 A token has a row for each of its assignments, or one for each rank with experts of it (`once.py`). Then its weights and the
 numbers of its experts travel beside the row, and the receiver sums the results of its experts. If it has a row for each node,
-a receiver of the node passes it on to the ranks with experts of it (`inside.py`).
+a receiver of the node passes it on to the ranks with experts of it (`once.py`).
 
 Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel
 (assignments that are not dropped, and padding; or pairs of a token and a rank or a node), E experts, X expert-tensor-parallel
@@ -30,8 +30,7 @@ import torch
 
 from foldray.comm import Pending, mirrored_together
 from foldray.kernels.transfer import start_reading
-from foldray.moe.balance import Balance
-from foldray.moe.router import Router, Routing, TokenPiece
+from foldray.moe.router import Balance, Router, Routing, TokenPiece
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 Rows = Sequence[torch.Tensor]

@@ -2,20 +2,28 @@
 
 The weights travel with the rows, and the rank of the experts sums the results of its experts. So a token has at most one row
 for each rank, in both directions (DisagMoE, section 4.2; MegaScale-Infer, section 4). Where links between nodes are slow, a
-token travels once to every node first (`inside.py`). Then a rank below is a node.
+token travels once to every node first (`InsideNode`). Then a rank below is a node.
+
+The second level goes from the rank that rows reach to the ranks of its node. A row travels between ranks with the same place on
+their nodes, once to a node. There it goes once to every rank with experts of the token, whose results are summed before they
+travel back. So links between nodes carry least, and links inside a node carry the rest (DeepSeek-V3's report, section 3.2.2).
 
 Legend: T tokens, K experts per token, R ranks of experts, N rows (pairs of a token and a rank, rank by rank), D = min(K, R) the
-most rows of a token, H hidden, E experts.
+most rows of a token, M rows that ranks of a node pass on to each other, H hidden, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from foldray.comm import Communicator, Pending, mirrored_together
 from foldray.kernels.permutation import combine, permute, sum_rows
-from foldray.moe.contracts import Sent
+from foldray.moe.contracts import Received, Rows, Sent
+from foldray.moe.exchange import write
 from foldray.moe.router import Routing
 
 
@@ -128,3 +136,33 @@ def _goes(owner_TK: torch.Tensor, ranks: int) -> torch.Tensor:
 def _positions(goes_TR: torch.Tensor) -> torch.Tensor:
     """Return the row of each token for each rank, −1 if it has none."""
     return torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.T.shape).T - 1, -1)
+
+
+class InsideNode(NamedTuple):
+    """The ranks of an expert-parallel group that share a node. Each has a run of their experts."""
+
+    ranks: Communicator
+    experts: int
+
+    def run(self, compute: Callable[[Rows, Received], torch.Tensor], rows: Rows, received: Received) -> torch.Tensor:
+        """Pass rows on to the ranks of their experts, compute them there, and sum what comes back: [N, H] → [N, H].
+
+        All ranks of the node must call this. They wait for each other. Beside the rows are their weights [N, K], and the
+        numbers of their experts on this node, −1 for experts of other nodes [N, K].
+        """
+        rows_NH, weight_NK, expert_NK = rows
+        inside = received.inside
+        leaving, arriving = inside.leaving_by_rank, inside.rows_by_rank
+        chosen = Chosen(expert_NK.to(torch.int64), weight_NK, expert_NK >= 0)
+        passed = encode(rows_NH, chosen, self.experts, self.ranks.size, room=sum(leaving))
+        row_M, position_ND = passed.token_N, passed.position_TD
+        out = partial(self._exchange, arriving=arriving, leaving=leaving)
+        back = partial(self._exchange, arriving=leaving, leaving=arriving)
+        rows = mirrored_together((passed.rows_NH, passed.weight_NK, passed.expert_NK), out, back)
+        del passed  # its rows are not needed while the experts compute
+        (results_MH,) = mirrored_together([compute(rows, inside)], back, out)
+        return sum_rows(results_MH, row_M, position_ND)
+
+    def _exchange(self, rows: Sequence[torch.Tensor], arriving: list[int], leaving: list[int]) -> Rows:
+        travels, read = write(rows, None)
+        return Pending.of(self.ranks.start_all_to_all(x, arriving, leaving) for x in travels).then(read).wait()

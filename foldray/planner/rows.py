@@ -10,7 +10,7 @@ from foldray.fold import Fold
 from foldray.planner.candidate import Job
 
 _NUMBER = 4  # bytes of the number of an expert
-_GROUP, _SCALE = 128, 4  # numbers of a row in float8 that share a scale, and its bytes (`moe/wire.py`)
+_GROUP, _SCALE = 128, 4  # numbers of a row in float8 that share a scale, and its bytes (`moe/exchange.py`)
 
 
 class Travelling(NamedTuple):

@@ -21,8 +21,7 @@ from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
 from foldray.model import Batch, KeysAndValues, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
-from foldray.runtime.buffer import TokenBuffer
-from foldray.runtime.op_graphs import Computed, OpGraphs, SumOf
+from foldray.runtime.op_graphs import Computed, OpGraphs, SumOf, TokenBuffer
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op, StepGraph
 

@@ -13,7 +13,7 @@ from foldray.kernels.attention import attend, attend_backward, merge
 from foldray.model import Batch, Transformer, all_losses
 from foldray.model.transformer import parameters_as
 from foldray.moe import MoeBackend, MoELayer
-from foldray.moe.wire import WIRES
+from foldray.moe.exchange import WIRES
 from foldray.recipe import OptimizerSpec, Recipe
 from foldray.runtime import TorchEngine, Trace
 from tests.foldray.parity import batches, make_recipe, weights, worst

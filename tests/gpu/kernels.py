@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foldray.kernels.attention import attend, attend_backward, merge
-from foldray.kernels.later import add_product
-from foldray.kernels.wide import wide_product
+from foldray.kernels.autograd import add_product, wide_product
 from tests.gpu.report import Report, milliseconds
 
 _ATTENTION = {"heads": 32, "kv_heads": 8, "width": 128}

@@ -18,7 +18,7 @@ import torch
 
 from foldray.blueprint import smallest_slice
 from foldray.comm import Groups
-from foldray.moe.wire import GROUP, WIRES
+from foldray.moe.exchange import GROUP, WIRES
 from foldray.recipe import Recipe
 from trainers.cluster import workers
 from trainers.measure.cases import CASES, Refused, case_recipe

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from foldray.kernels import experts
+from foldray.kernels.autograd import Later, product
 from foldray.kernels.experts import expert_ffn
-from foldray.kernels.later import Later, product
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from foldray.blueprint import ModelSpec
-from foldray.kernels.lean import keeping_inputs
-from foldray.model.norms import Norm
+from foldray.kernels.autograd import keeping_inputs
+from foldray.model.layers import Norm
 
 SMALL = ModelSpec(
     layers=1, hidden=8, heads=2, kv_heads=2, head_dim=4, ffn_hidden=16, experts=2, topk=1, expert_hidden=8, vocab=10

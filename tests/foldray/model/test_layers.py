@@ -13,8 +13,7 @@ from foldray.blueprint import FeedForwardSpec, ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED
-from foldray.model.layers import FeedForward, Vocabulary, vocabulary_cross_entropy
-from foldray.model.norms import Norm
+from foldray.model.layers import FeedForward, Norm, Vocabulary, vocabulary_cross_entropy
 from tests.foldray.parity import MODEL
 
 B, S, H, V = 3, 8, MODEL["hidden"], MODEL["vocab"]

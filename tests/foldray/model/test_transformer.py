@@ -12,8 +12,7 @@ from foldray.blueprint import PRESETS, ModelSpec, Ownership, RopeSpec, parameter
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, Transformer
-from foldray.model.attention import Place
-from foldray.model.rotary import rotate, rotation
+from foldray.model.attention import Place, rotate, rotation
 from foldray.model.sight import Sight
 from tests.foldray.parity import MODEL, model_of
 

@@ -16,8 +16,7 @@ from foldray.comm import Groups, gather_rows, scatter_rows
 from foldray.fold import Fold
 from foldray.kernels.capacity import keep_within
 from foldray.moe import AllToAll, Received, Routing, RowCounts, Tally, combine, dispatch
-from foldray.moe.experts import combine_preprocess, dispatch_postprocess
-from foldray.moe.torch_backend import TorchPermutation
+from foldray.moe.layer import TorchPermutation, combine_preprocess, dispatch_postprocess
 from tests.pool import RankPool
 
 H, E, K = 6, 16, 3

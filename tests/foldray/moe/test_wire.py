@@ -14,7 +14,7 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model.transformer import parameters_as
 from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, dispatch, run_layer
-from foldray.moe.wire import GROUP, WIRES, write
+from foldray.moe.exchange import GROUP, WIRES, write
 from tests.foldray.moe.test_layer import spec
 
 OUT, BACK = WIRES["float8"].out, WIRES["float8"].back

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.comm import Pending
-from foldray.runtime.buffer import TokenBuffer
+from foldray.runtime.op_graphs import TokenBuffer
 
 
 def cuts(length: int) -> st.SearchStrategy[list[range]]:

@@ -14,9 +14,7 @@ from foldray.comm import Groups, Pending
 from foldray.model import IGNORED, Transformer
 from foldray.model.layers import FeedForward
 from foldray.model.sight import Sight
-from foldray.moe.balance import Balance
-from foldray.moe.router import TopKGate
-from foldray.moe.sequence import Sequences
+from foldray.moe.router import Balance, Sequences, TopKGate
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
 from foldray.runtime.op_graphs import OpGraph, OpGraphs

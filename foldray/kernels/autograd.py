@@ -1,8 +1,12 @@
-"""Gradients of weights that are computed later than those of inputs.
+"""Ops whose backward is not autograd's own: it computes again, in a wider type, or later.
 
-A product y = x @ W has two gradients. The op before waits for that of x. Nothing in a step waits for that of W before the sum
-over ranks, so a schedule may compute it whenever a rank would be idle (ZB-H1 in Zero Bubble Pipeline Parallelism,
-arXiv:2401.10241; Lancet, arXiv:2404.19429, puts it under all-to-alls).
+Cheap results are computed again instead of kept. The product of a router has narrow inputs, and its results are not rounded to
+their type.
+
+Gradients of weights may be computed later than those of inputs. A product y = x @ W has two gradients. The op before waits
+for that of x. Nothing in a step waits for that of W before the sum over ranks, so a schedule may compute it whenever a rank
+would be idle (ZB-H1 in Zero Bubble Pipeline Parallelism, arXiv:2401.10241; Lancet, arXiv:2404.19429, puts it under
+all-to-alls).
 """
 
 from __future__ import annotations
@@ -14,6 +18,66 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+
+def keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `compute(*inputs)`, and keep only the inputs for backward. Backward calls `compute` again first."""
+    return _KeepingInputs.apply(compute, *inputs)
+
+
+class _KeepingInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            result = ctx.compute(*inputs)
+        gradients = iter(torch.autograd.grad(result, [tensor for tensor in inputs if tensor.requires_grad], gradient))
+        return None, *(next(gradients) if needs else None for needs in needed)
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def wide_product(x_TH: Tensor, weight_HE: Tensor) -> Tensor:
+    """Return x @ weight in float32, or in the inputs' type if that is wider: [T, H] → [T, E]. Only the inputs are kept."""
+    if x_TH.is_cuda and x_TH.dtype == weight_HE.dtype == torch.bfloat16:
+        return _WideProduct.apply(x_TH, weight_HE)
+    dtype = at_least_float32(x_TH)
+    return keeping_inputs(lambda x_TH, weight_HE: x_TH.to(dtype) @ weight_HE.to(dtype), x_TH, weight_HE)
+
+
+class _WideProduct(torch.autograd.Function):
+    """The product of bfloat16 tensors with float32 sums.
+
+    On a GPU this is 5 to 14 times as fast as a product of float32 tensors (H100, 8192 tokens). The products of two bfloat16
+    numbers are exact in float32, so only the order of the sums differs. The gradient is split into two bfloat16 numbers,
+    which together have 16 digits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_HE: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_HE)
+        return torch.mm(x_TH, weight_HE, out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor]:
+        x_TH, weight_HE = ctx.saved_tensors
+        high_TE = gradient_TE.bfloat16()
+        both_TE = torch.cat((high_TE, (gradient_TE - high_TE).bfloat16()), dim=1)
+        dx_TH = both_TE @ torch.cat((weight_HE, weight_HE), dim=1).t()
+        high_HE, low_HE = torch.mm(x_TH.t(), both_TE, out_dtype=torch.float32).chunk(2, dim=1)
+        return dx_TH, (high_HE + low_HE).to(weight_HE.dtype)
+
 
 Add = Callable[[Tensor], None]
 """Computes the gradient of a weight and adds it to a sum: a contiguous tensor of the weight's shape, at least float32."""
