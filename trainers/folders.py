@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -106,7 +107,7 @@ class Folder:
     def write(self, name: str, content: bytes) -> None:
         """Write a file, and create the folder if needed. A reader finds the old content or the new one, never a part."""
         self.filesystem.create_dir(self.path, recursive=True)
-        draft = self._at(f".{name}.new")
+        draft = self._at(f".{name}.{secrets.token_hex(4)}.new")  # two writers must not share one
         with self.filesystem.open_output_stream(draft, compression=None) as stream:
             stream.write(content)
         self.filesystem.move(draft, self._at(name))

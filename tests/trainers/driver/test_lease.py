@@ -148,3 +148,23 @@ def test_a_run_that_another_driver_has_is_not_resumed(storage: Path, monkeypatch
         with pytest.raises(UserError, match="resume=busy: is in the hands of another driver"):
             FoldTrainer(recipe(storage), resume="busy").fit()
     assert {path: path.read_bytes() for path in (storage / "busy").iterdir()} == files
+
+
+def test_two_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
+    """A draft that both shared would let one of them move what the other one has not written yet."""
+    failures: list[Exception] = []
+
+    def write(content: bytes) -> None:
+        try:
+            for _ in range(200):
+                Folder(str(tmp_path)).write("driver.json", content)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter * 5000,)) for letter in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert len(set((tmp_path / "driver.json").read_bytes())) == 1
