@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses logical --maxprocesses 4
 SHARES := 16
 EXTRAS := dev,hf,postgres,completion
+DOCS_EXTRAS := $(EXTRAS),docs
 # uv installs what pip installs in a fraction of the time, where it reaches the package index.
 INSTALL = $(BIN)/python -m uv pip install --python $(BIN)/python --compile-bytecode -c constraints.txt -e $(1) \
 	|| $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e $(1)
@@ -54,7 +55,7 @@ lint: setup ## run ruff and mypy
 	$(BIN)/mypy foldray trainers tuners
 
 $(VENV)/.documented: $(VENV)/.tested
-	@$(call INSTALL,'.[$(EXTRAS),docs]')
+	@$(call INSTALL,'.[$(DOCS_EXTRAS)]')
 	@touch $@
 
 docs: $(VENV)/.documented ## write the pages that the code knows, and make a site of all pages in docs/_build
