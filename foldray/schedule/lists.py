@@ -31,7 +31,7 @@ from foldray.schedule.op import Direction, Op, Schedule
 from foldray.schedule.ordering import Ordering
 from foldray.schedule.overlaps import USUAL_LAG, Overlap
 from foldray.schedule.pipeline import passes, pipeline
-from foldray.schedule.reduction import OpCosts, by_urgency, place_reductions
+from foldray.schedule.reduction import OpCosts, place_reductions
 from foldray.schedule.step_graph import StepGraph
 
 
@@ -62,17 +62,13 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     if ordering.found is not None and ordering.found.graph == graph:
         return ordering.found.order
     if graph.apart:
-        order = _with_weights(graph, [_head_at_once(graph, af_pipe(graph, ordering.alive)[position])])
+        passes_of_stages = [af_pipe(graph, ordering.alive)[position]]
     else:
         weaves = ordering.forward.row.weaves
         stages = pipeline(graph.pipeline, weaves)[position]
         woven = passes(graph.pipeline, position, woven=True).pairs if weaves else ()
-        order = expand(graph, stages, ordering.forward, ordering.backward, woven)
-    if graph.chunks:
-        order = place_reductions(graph, order, position, ordering.reduction.kind)
-    if ordering.costs is None or not ordering.reduction.gives_way:
-        return order
-    return by_urgency(graph, order, ordering.costs)
+        passes_of_stages = expand(graph, stages, ordering.forward, ordering.backward, woven)
+    return place_reductions(graph, completed(graph, passes_of_stages), position, ordering.reduction, ordering.costs)
 
 
 def expand(
@@ -81,8 +77,8 @@ def expand(
     forward: Overlap,
     backward: Overlap | None = None,
     woven: Iterable[tuple[Op, Op]] = (),
-) -> tuple[Op, ...]:
-    """Return a position's list in which every `stage` op is replaced by the ops of its blocks.
+) -> list[tuple[Op, ...]]:
+    """Return the ops of every pass of a position's stages, in order, with collectives and handovers.
 
     Args:
         stages: `stage` and `handover` ops of the position, in order.
@@ -107,9 +103,42 @@ def expand(
     for op in stages:
         if op in seconds or (op.kind == HANDOVER and op.layer in held):
             continue  # the stage that makes its pieces sends them
-        ops = weave(graph, order(op), order(pairs[op])) if op in pairs else tuple(order(op))
-        expanded.append(_head_at_once(graph, ops))
-    return _with_weights(graph, expanded)
+        expanded.append(weave(graph, order(op), order(pairs[op])) if op in pairs else tuple(order(op)))
+    return expanded
+
+
+def completed(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
+    """Return a position's list: its passes one after another, with what follows from their order.
+
+    - A piece of a head goes backward right after its forward, so that the logits of one piece exist at a time.
+    - Gradients of weights that a backward leaves (W) are computed while the next op travels, and before the end of the pass.
+      Those of a head need the gradients of its logits, so they come before its next piece.
+    """
+    placed, left = list[Op](), list[Op]()
+
+    def place(op: Op) -> None:
+        placed.append(op)
+        if op.direction == "B":
+            left.extend(graph.weights(op))
+
+    def place_left(*, heads: bool = True) -> None:
+        placed.extend(op for op in left if heads or op.kind != HEAD)
+        left[:] = [op for op in left if not heads and op.kind == HEAD]
+
+    for ops in passes:
+        for op in ops:
+            if op.kind != HEAD:
+                place(op)
+            elif op.direction == "F" or not graph.backward:
+                place_left()
+                place(op)
+                if graph.backward:
+                    place(op._replace(direction="B"))
+            if graph.channel(op) is not None:
+                place_left()
+        place_left(heads=False)
+    place_left()
+    return tuple(placed)
 
 
 def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Overlap) -> tuple[Op, ...]:
@@ -148,37 +177,6 @@ def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, directio
         at = max([at, *(place[need] for need in graph.needs(op))])
         after.setdefault(at, []).append(op)
     return tuple(placed for i, op in enumerate(order) for placed in (op, *after.get(i, ())))
-
-
-def _head_at_once(graph: StepGraph, order: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Let every piece of the head go backward right after its forward, so that the logits of one piece exist at a time."""
-    if not graph.backward:
-        return order
-    kept = (op for op in order if (op.kind, op.direction) != (HEAD, "B"))
-    return tuple(placed for op in kept for placed in ((op, op._replace(direction="B")) if op.kind == HEAD else (op,)))
-
-
-def _with_weights(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
-    """Insert the gradients of weights that backwards have left: after the next op that travels, to be computed meanwhile.
-
-    They come before the end of their pass. Those of the head are computed from gradients of logits, so they come before the next
-    piece of the head.
-    """
-    placed, waiting = list[Op](), list[Op]()
-    for ops in passes:
-        for op in ops:
-            if op.kind == HEAD and op.direction == "F":
-                placed += waiting
-                waiting = []
-            placed.append(op)
-            if op.direction == "B":
-                waiting += graph.weights(op)
-            if graph.channel(op) is not None:
-                placed += waiting
-                waiting = []
-        placed += (op for op in waiting if op.kind != HEAD)
-        waiting = [op for op in waiting if op.kind == HEAD]
-    return (*placed, *waiting)
 
 
 def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:

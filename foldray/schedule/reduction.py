@@ -14,40 +14,15 @@ share.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from foldray.blueprint import Maker
 from foldray.kinds import HANDOVER, REDUCE
+from foldray.schedule.chunks import Reduction
 from foldray.schedule.op import Op
 from foldray.schedule.step_graph import StepGraph
-
-
-def place_reductions(graph: StepGraph, order: Sequence[Op], position: int, kind: str) -> tuple[Op, ...]:
-    """Return a position's list with the reductions of its chunks (`graph.chunks`) inserted.
-
-    Args:
-        order: all other ops of the position, with collectives.
-        kind: `end` puts the reductions last. Every other kind puts a reduction where its gradients are complete.
-    """
-    chunks = list(graph.reductions(position))
-    if kind == "end":
-        return (*order, *chunks)
-    ready = _ready(graph, order, chunks)
-    return tuple(op for i, computed in enumerate(order) for op in (computed, *ready.get(i, ())))
-
-
-def _ready(graph: StepGraph, order: Sequence[Op], chunks: Sequence[Op]) -> dict[int, list[Op]]:
-    """Return {index in the list: the reductions of the chunks that the op there completes}."""
-    last: dict[Maker, int] = {}  # kind and block → index of the last op that adds to its gradients
-    for i, op in enumerate(order):
-        if op.direction in ("B", "W"):
-            last[op.kind, op.layer] = i
-    ready: dict[int, list[Op]] = {}
-    for op in chunks:
-        ready.setdefault(max(last[maker] for maker in graph.makers(op)), []).append(op)
-    return ready
 
 
 class OpCosts(NamedTuple):
@@ -61,6 +36,30 @@ class OpCosts(NamedTuple):
     seconds: tuple[tuple[tuple[str, str, int], float], ...]
     startup: float
     per_byte: float
+
+
+def place_reductions(
+    graph: StepGraph, order: Sequence[Op], position: int, reduction: Reduction, costs: OpCosts | None = None
+) -> tuple[Op, ...]:
+    """Return a position's list with the reductions of its chunks (`graph.chunks`) inserted.
+
+    Args:
+        order: all other ops of the position, with collectives.
+        reduction: `end` puts the reductions last. Every other kind puts a reduction where its gradients are complete, and
+            `chunks` later if the times of the ops are known.
+    """
+    chunks = list(graph.reductions(position))
+    if reduction.kind == "end" or not chunks:
+        return (*order, *chunks)
+    last: dict[Maker, int] = {}  # kind and block → index of the last op that adds to its gradients
+    for i, op in enumerate(order):
+        if op.direction in ("B", "W"):
+            last[op.kind, op.layer] = i
+    ready = defaultdict[int, list[Op]](list)  # by index, the reductions of the chunks that the op there completes
+    for op in chunks:
+        ready[max(last[maker] for maker in graph.makers(op))].append(op)
+    early = tuple(op for i, computed in enumerate(order) for op in (computed, *ready.get(i, ())))
+    return by_urgency(graph, early, costs) if costs is not None and reduction.gives_way else early
 
 
 def by_urgency(graph: StepGraph, order: Sequence[Op], costs: OpCosts) -> tuple[Op, ...]:
