@@ -221,6 +221,8 @@ def _add_hugging_face(commands: Any) -> None:
     command.add_argument("folder", metavar="DIR", help="folder of the model: config.json, weights in safetensors, tokenizer")
     command.add_argument("path", type=Path, metavar="RECIPE", help="file to write (.yaml); it must not exist")
     command.add_argument("--tokenizer", metavar="DIR", help='folder of the tokenizer, or "byte" (default: the model\'s folder)')
+    meaning = "your own row for the model's family, if foldray does not know it (export.family)"
+    command.add_argument("--family", metavar="module:NAME", help=meaning)
     command.add_argument("--upcycle", type=int, metavar="N", help="make N experts of each network of a model without experts")
     command.add_argument("--topk", type=int, metavar="K", help="with --upcycle: experts that each token takes (default: 2)")
     meaning = "with --upcycle: cut each of the N experts into G, and take K · G (default: 1)"

@@ -136,7 +136,7 @@ def import_hf(given: argparse.Namespace) -> int:
             raise UserError(field, getattr(given, field), "needs --upcycle")
     topk, parts = (default if value is None else value for value, default in ((given.topk, 2), (given.granularity, 1)))
     upcycling = None if given.upcycle is None else Upcycling(given.upcycle, topk, parts)
-    return run(given.folder, given.path, as_json=given.json, upcycling=upcycling, tokenizer=given.tokenizer)
+    return run(given.folder, given.path, as_json=given.json, upcycling=upcycling, tokenizer=given.tokenizer, family=given.family)
 
 
 def recipes(given: argparse.Namespace) -> int:

@@ -54,8 +54,9 @@ Few = Field(min_length=1, max_length=16)  # training tries every value, and a tu
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
 OverlapName = Annotated[str, among((*KINDS, OWN), overlap_kind)]
-OwnRows = Annotated[tuple[Annotated[str, among((OWN,), _check_own)], ...], Field(max_length=64)]
-"""Objects in modules of the user's."""
+OwnRow = Annotated[str, among((OWN,), _check_own)]
+"""An object in a module of the user's."""
+OwnRows = Annotated[tuple[OwnRow, ...], Field(max_length=64)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A name that is also a part of a path."""
 Label = Annotated[str, among(("KEY=VALUE",), _check_label)]

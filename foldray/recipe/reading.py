@@ -16,7 +16,8 @@ from foldray.files import one_line, read_yaml
 from foldray.tables import IMPORTABLE, Among, Refused
 from foldray.urls import holds_secret
 
-_WITH_OWN = ("model.", "schedule.", "tune.", "tracking.metrics")  # how keys begin that take rows of the user's own (`tables.OWN`)
+# How keys begin that take rows of the user's own (`tables.OWN`).
+_WITH_OWN = ("model.", "schedule.", "tune.", "tracking.metrics", "cluster.failures", "export.family")
 _DEEPEST = 10  # levels of sections; no recipe has as many
 NAME = "NAME"
 """What stands for the name of a section that the user names."""

@@ -7,7 +7,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, model_validator
 
 from foldray.blueprint import Strict
-from foldray.recipe.bounds import Beta, Label, Length, OwnRows, Seed, SequenceCount, Steps, StepsOrZero, TokenId, Url, Workers
+from foldray.recipe.bounds import (
+    Beta,
+    Label,
+    Length,
+    OwnRow,
+    OwnRows,
+    Seed,
+    SequenceCount,
+    Steps,
+    StepsOrZero,
+    TokenId,
+    Url,
+    Workers,
+)
 
 
 class FoldSpec(Strict):
@@ -251,6 +264,9 @@ class ClusterSpec(Strict):
     """How many attempts of a training may fail without a new checkpoint between them. After each
     failure, training goes on from the newest undamaged checkpoint. An error that comes back at the
     same step ends it at once."""
+    failures: OwnRows = ()
+    """Kinds of failures of your own, each `module:NAME` of a `trainers.FailureKind`. It says which
+    exceptions of workers are of its kind, and whether another attempt follows."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300.0
     """Seconds that a rank waits for others before the attempt fails, with the name of the rank that
     stands still. No part of a step may take as long. A rank that shows no sign of life at all is
@@ -274,6 +290,9 @@ class ExportSpec(Strict):
     Training does not depend on these keys. `foldray generate` stops where they say that an answer ends.
     """
 
+    family: OwnRow | None = None
+    """`module:NAME` of a `trainers.hugging_face.family.Family`, if the model is of a family in
+    transformers that foldray does not know. `training.weights` are read by it, too."""
     max_positions: Length | None = None
     """Longest sequence of the model in tokens (`max_position_embeddings`). The export says
     `data.seq_len` if that is longer, or if this is null. With YaRN it says how far

@@ -39,6 +39,7 @@ from trainers.driver.run import Run
 from trainers.faults import guardian
 from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, decide
 from trainers.faults.causes import told_first
+from trainers.faults.failures import kinds_of
 from trainers.faults.lease import Lease
 from trainers.faults.stopping import Stopping
 from trainers.folders import Folder
@@ -106,7 +107,7 @@ class FoldTrainer(TorchTrainer):
     ):
         ray_configs.refuse_arguments(others)
         check_trains(recipe)
-        metrics_of(recipe)  # refuses what is no metric
+        metrics_of(recipe), kinds_of(recipe)  # refuse what is no row of theirs
         self.recipe = ray_configs.with_storage(
             recipe if scaling_config is None else ray_configs.scaled(recipe, scaling_config), run_config
         )
@@ -193,7 +194,7 @@ class FoldTrainer(TorchTrainer):
             begin = self._begin()
             stored = begin.look() if begin else None
             if begin is None and self.recipe.training.weights is not None:
-                Weights.at(self.recipe.training.weights, "training.weights").check(self.recipe.model)
+                Weights.of(self.recipe).check(self.recipe.model)
             check_reachable(self.recipe)  # before the data are prepared, which may take hours
             begin_import(self.recipe)
             self.run = None
@@ -261,8 +262,9 @@ class FoldTrainer(TorchTrainer):
             saved = begin.step if begin else 0
             reached = run.folder.history.last_step if failure.after is None else failure.after
             self.attempts.append(Attempt(reached, saved, failure))
-            most = self.run_config.failure_config.max_failures
-            decision = next_begin if isinstance(next_begin, GiveUp) else decide(self.attempts, None if most < 0 else most)
+            allowed = self.run_config.failure_config.max_failures
+            most = None if allowed < 0 else allowed
+            decision = next_begin if isinstance(next_begin, GiveUp) else decide(self.attempts, most, run.kinds)
             if run.asked and isinstance(decision, GoOn):
                 decision = GiveUp("it was asked to stop")
             reason = decision.reason if isinstance(decision, GiveUp) else ""

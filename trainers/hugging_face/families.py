@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import UserError
+from foldray.tables import find_row
 from trainers.hugging_face.family import (
     Family,
     Need,
@@ -32,12 +33,18 @@ _NO_DENSE = {"dense_first": [0], "moe_every": [1]}
 _BIAS = Tensor("gate.e_score_correction_bias", "")
 
 
-def family_of(model: ModelSpec) -> Family:
-    """Return the family that a model belongs to."""
-    nearest = min(FAMILIES, key=lambda family: len(family.misses(model)))
+def own_family(name: str | None) -> Family | None:
+    """Return the user's own family that `export.family` names."""
+    return None if name is None else find_row("export.family", {}, Family, name)
+
+
+def family_of(model: ModelSpec, own: Family | None = None) -> Family:
+    """Return the family that a model belongs to: the user's own one, if there is one, or one of the table."""
+    families = FAMILIES if own is None else (own,)
+    nearest = min(families, key=lambda family: len(family.misses(model)))
     if missing := nearest.misses(model):
         key, legal = missing[0]
-        known = ", ".join(family.architecture for family in FAMILIES)
+        known = ", ".join(family.architecture for family in families)
         rule = f"is in no model that transformers knows and foldray exports ({known})"
         raise UserError(f"model.{key}", value_at(model, key), rule, list(legal))
     return nearest

@@ -14,6 +14,7 @@ from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from trainers.data.tokenizers import load_tokenizer
 from trainers.hugging_face.dense import upcycled
+from trainers.hugging_face.families import own_family
 from trainers.hugging_face.weights import Weights
 
 _LENGTH = 2048  # tokens of a sequence, if the model takes so many
@@ -28,14 +29,23 @@ class Upcycling(NamedTuple):
 
 
 def import_hf(
-    folder: str, path: Path, as_json: bool = False, upcycling: Upcycling | None = None, tokenizer: str | None = None
+    folder: str,
+    path: Path,
+    as_json: bool = False,
+    upcycling: Upcycling | None = None,
+    tokenizer: str | None = None,
+    family: str | None = None,
 ) -> int:
-    """Write a recipe whose training starts from the weights of a folder, and return 0."""
+    """Write a recipe whose training starts from the weights of a folder, and return 0.
+
+    Args:
+        family: the user's own family of the folder's model (`export.family`).
+    """
     if os.path.lexists(path):
         raise UserError("RECIPE", str(path), "exists already; give the name of a new file")
     if path.suffix not in (".yaml", ".yml"):
         raise UserError("RECIPE", str(path), "must end in .yaml")
-    weights = Weights.at(folder, "DIR")
+    weights = Weights.at(folder, "DIR", own_family(family))
     weights.format()  # a folder that is quantized in another way is refused for that, and not for a tensor's name
     longest = int(weights.config().get("max_position_embeddings") or _LENGTH)
     given: dict[str, Any] = {
@@ -43,7 +53,7 @@ def import_hf(
         "data": {"tokenizer": _tokenizer(weights.folder, tokenizer), "seq_len": min(_LENGTH, longest)},
         "training": {"weights": str(weights.folder)},
         "optimizer": {"lr": 1e-5},
-        "export": weights.kept(),
+        "export": weights.kept() | ({"family": family} if family else {}),
     }
     try:
         weight, origin = weights.balance(Recipe.parse(given).model)

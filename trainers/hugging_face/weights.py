@@ -20,12 +20,13 @@ from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
-from trainers.hugging_face.families import FAMILIES, family_of, tensors_of
+from trainers.hugging_face.families import FAMILIES, family_of, own_family, tensors_of
 from trainers.hugging_face.family import Family, computed
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
 
 if TYPE_CHECKING:
+    from foldray.recipe import Recipe
     from foldray.runtime import Shard
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,14 +44,22 @@ class Weights:
     Args:
         field: what a user calls the folder.
         files: by the name of a tensor, the file that holds it.
+        own: the user's own family of the folder's model (`export.family`).
     """
 
     folder: Path
     field: str
     files: Mapping[str, Path]
+    own: Family | None = None
 
     @classmethod
-    def at(cls, folder: str, field: str) -> Weights:
+    def of(cls, recipe: Recipe) -> Weights:
+        """Find the tensors from which a recipe's training starts (`training.weights`)."""
+        assert recipe.training.weights is not None
+        return cls.at(recipe.training.weights, "training.weights", own_family(recipe.export.family))
+
+    @classmethod
+    def at(cls, folder: str, field: str, own: Family | None = None) -> Weights:
         """Find the tensors of a folder, in the files that transformers would load.
 
         `config.json` may name them. Otherwise, they are the one file, or those of the index. Other files, such as those of an
@@ -59,7 +68,7 @@ class Weights:
         path = Path(os.path.expanduser(folder)).absolute()
         if not os.path.isdir(path):
             raise UserError(field, folder, "must be a folder with a model of transformers; it does not exist on this node")
-        empty = cls(path, field, {})
+        empty = cls(path, field, {}, own)
         named = empty._json(_CONFIG).get("transformers_weights")
         if named is not None and not _is_name(named):
             raise empty.refused(f"its {_CONFIG} says transformers_weights={named!r}, which is no name of a file in the folder")
@@ -68,14 +77,14 @@ class Weights:
             raise empty.refused(f"must hold the weights in {named or f'{_WHOLE}, or in files with {_INDEX}'}, and has none")
         if not main.endswith(".json"):
             with empty._opened(path / main) as file:
-                return cls(path, field, dict.fromkeys(file.keys(), path / main))
+                return cls(path, field, dict.fromkeys(file.keys(), path / main), own)
         placed = empty._json(main).get("weight_map")
         if not isinstance(placed, dict):
             raise empty.refused(f"its {main} has no weight_map")
         for name, file in placed.items():
             if not _is_name(file):
                 raise empty.refused(f"its {main} places {name} in {file!r}, which is no name of a file in the folder")
-        return cls(path, field, {name: path / file for name, file in placed.items()})
+        return cls(path, field, {name: path / file for name, file in placed.items()}, own)
 
     def config(self) -> dict[str, Any]:
         """Return `config.json`, with all defaults of transformers."""
@@ -85,7 +94,7 @@ class Weights:
         """Return the family of the folder's model, and `config`."""
         if (family := self._family) is None:
             kind = self._json(_CONFIG).get("model_type")
-            known = [name for family in (*FAMILIES, *DENSE) for name in (family.model_type, *family.others)]
+            known = [name for family in self._families for name in (family.model_type, *family.others)]
             raise self.refused(f"has a model of type {kind!r}, which foldray does not read", known)
         try:
             from transformers import AutoConfig
@@ -119,7 +128,11 @@ class Weights:
     @property
     def _family(self) -> Family | None:
         kind = self._json(_CONFIG).get("model_type")
-        return next((family for family in (*FAMILIES, *DENSE) if kind in (family.model_type, *family.others)), None)
+        return next((family for family in self._families if kind in (family.model_type, *family.others)), None)
+
+    @property
+    def _families(self) -> Sequence[Family]:
+        return (*FAMILIES, *DENSE) if self.own is None else (self.own,)
 
     def kept(self) -> dict[str, Any]:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.
@@ -225,7 +238,7 @@ class Weights:
         theirs = self._family
         if theirs and theirs.dense:
             return theirs
-        family = family_of(model)
+        family = family_of(model, self.own)
         if theirs is not family:
             raise self.refused(f"has a {theirs and theirs.architecture}, and the recipe's model is a {family.architecture}")
         return family

@@ -25,7 +25,7 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.checkpoints.stored import METADATA, Stored
 from trainers.folders import DamagedFile
-from trainers.hugging_face.families import family_of, tensors_of
+from trainers.hugging_face.families import family_of, own_family, tensors_of
 from trainers.hugging_face.family import Family
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.names import Tensor
@@ -57,11 +57,12 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
     trained = Trained.at(run, trust=trust)
-    family, console = family_of(trained.recipe.model), Console(stderr=True)
-    wanted = getattr(torch, dtype or trained.recipe.precision)
+    recipe, console = trained.recipe, Console(stderr=True)
+    family = family_of(recipe.model, own_family(recipe.export.family))
+    wanted = getattr(torch, dtype or recipe.precision)
     try:
         with _new_folder(folder) as written, trained.opened() as stored:
-            exported = _write(stored, trained.recipe, family, wanted, written, console)
+            exported = _write(stored, recipe, family, wanted, written, console)
     except OSError as error:
         raise UserError("DIR", str(folder), f"cannot be written ({error.strerror or error})") from None
     exported = exported._replace(folder=str(folder))

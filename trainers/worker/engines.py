@@ -32,9 +32,7 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
 
 def read_weights(engine: Engine, recipe: Recipe) -> None:
     """Read the weights of the folder that a recipe starts from (`training.weights`) into the engine's shards."""
-    assert recipe.training.weights is not None
-    weights = Weights.at(recipe.training.weights, "training.weights")
-    weights.fill(recipe.model, engine.shards(), dict(engine.model.named_parameters()))
+    Weights.of(recipe).fill(recipe.model, engine.shards(), dict(engine.model.named_parameters()))
 
 
 def make_backend(recipe: Recipe) -> MoeBackend:
