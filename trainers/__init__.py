@@ -10,12 +10,13 @@ from trainers.quiet import turn_off
 if TYPE_CHECKING:
     from trainers.driver.disaggregated import DisagTrainer
     from trainers.driver.trainer import FoldTrainer
+    from trainers.faults.attempts import FailureKind
     from trainers.inference.model import Model
     from trainers.telemetry.metrics import Metric
 
 turn_off()  # before Ray, MLflow or transformers are imported
 
-__all__ = ["DisagTrainer", "FoldTrainer", "Metric", "Model"]
+__all__ = ["DisagTrainer", "FailureKind", "FoldTrainer", "Metric", "Model"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +25,7 @@ def __getattr__(name: str) -> Any:
         rooms = {
             "Model": "inference.model",
             "Metric": "telemetry.metrics",
+            "FailureKind": "faults.attempts",
             "FoldTrainer": "driver.trainer",
             "DisagTrainer": "driver.disaggregated",
         }

@@ -16,7 +16,7 @@ from trainers.cluster.elastic import larger_world
 from trainers.data.mixture import Mixture, baselines, counts_by_source
 from trainers.data.packed import PackedData
 from trainers.faults.attempts import Failure
-from trainers.faults.failures import failure_of
+from trainers.faults.failures import failure_of, kinds_of
 from trainers.faults.watch import Standstill, Watch
 from trainers.sinks.mlflow_run import Status, Tracker
 from trainers.sinks.prometheus import Gauges
@@ -65,7 +65,8 @@ class Run:
         end: Callable[[], None] = lambda: None,
     ):
         bits_per_byte, length = baselines(data, recipe.training.eval_sequences)
-        # These two may raise a UserError. They come first, so that an error leaves no folder behind.
+        # These may raise a UserError. They come first, so that an error leaves no folder behind.
+        self.kinds = kinds_of(recipe)
         history = read_history(root / name, metrics=metrics_of(recipe))
         self.tracker = Tracker(recipe, name, root, (read_run(root / name) or {}).get("mlflow_run_id"))
         bits = {} if bits_per_byte is None else bits_per_byte._asdict()
@@ -154,7 +155,8 @@ class Run:
 
     def failure(self, error: Exception) -> Failure:
         with self._inbox.delivering:
-            return failure_of(error, self.folder.history.places, self.watch, self._recipe.cluster.timeout, self._ended)
+            places, timeout = self.folder.history.places, self._recipe.cluster.timeout
+            return failure_of(error, places, self.watch, timeout, self._ended, self.kinds)
 
     def tell(self, record: Record) -> None:
         """Pass a record of the driver itself to the folder, MLflow and the progress line."""

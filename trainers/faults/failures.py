@@ -15,7 +15,9 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, Wor
 from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
-from trainers.faults.attempts import Failure
+from foldray.recipe import Recipe
+from foldray.tables import find_row
+from trainers.faults.attempts import KINDS, Failure, FailureKind
 from trainers.faults.causes import LOST, Preempted, follows, identity, reason, root_cause, steps_before
 from trainers.faults.watch import Standstill, Watch, named
 from trainers.telemetry.records import Place
@@ -28,8 +30,24 @@ _BROKE = re.compile("connection (closed|reset|refused)( by peer)?|broken pipe|no
 _TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
+def kinds_of(recipe: Recipe) -> dict[str, FailureKind]:
+    """Return foldray's kinds of failures, and those of a recipe, by their names."""
+    kinds = dict(KINDS)
+    for name in recipe.cluster.failures:
+        row = find_row("cluster.failures", {}, FailureKind, name)
+        if row.name in kinds:
+            raise UserError("cluster.failures", name, f"has the name {row.name!r}, which another kind has")
+        kinds[row.name] = row
+    return kinds
+
+
 def failure_of(
-    error: Exception, places: Mapping[int, Place], watch: Watch, timeout: float, ended: Standstill | None = None
+    error: Exception,
+    places: Mapping[int, Place],
+    watch: Watch,
+    timeout: float,
+    ended: Standstill | None = None,
+    kinds: Mapping[str, FailureKind] = KINDS,
 ) -> Failure:
     """Return why an attempt failed.
 
@@ -54,13 +72,14 @@ def failure_of(
     if not isinstance(error, TrainingFailedError):
         if isinstance(error, RayError):
             return Failure("controller", f"{_CONTROLLER} was lost ({type(error).__name__}{_full_disk()})")
-        return _raised(cause)
+        return _raised(cause, kinds)
     failures = dict(getattr(error, "worker_failures", None) or {})
-    return _of_nodes(places) or _of_workers(failures, places, cause, watch, timeout)
+    return _of_nodes(places) or _of_workers(failures, places, cause, watch, timeout, kinds)
 
 
-def _raised(cause: BaseException, ranks: tuple[int, ...] = ()) -> Failure:
-    return Failure("raised", reason(cause), ranks, identity(cause), steps_before(cause))
+def _raised(cause: BaseException, kinds: Mapping[str, FailureKind], ranks: tuple[int, ...] = ()) -> Failure:
+    kind = next((kind.name for kind in kinds.values() if kind.of(cause)), "raised")
+    return Failure(kind, reason(cause), ranks, identity(cause), steps_before(cause))
 
 
 def _of_controller(error: BaseException) -> Failure:
@@ -90,11 +109,16 @@ def _of_nodes(places: Mapping[int, Place]) -> Failure | None:
 
 
 def _of_workers(
-    failures: Mapping[int, Exception], places: Mapping[int, Place], cause: BaseException, watch: Watch, timeout: float
+    failures: Mapping[int, Exception],
+    places: Mapping[int, Place],
+    cause: BaseException,
+    watch: Watch,
+    timeout: float,
+    kinds: Mapping[str, FailureKind],
 ) -> Failure:
     lost = tuple(sorted(rank for rank, error in failures.items() if isinstance(error, LOST)))
     if raised := tuple(sorted(rank for rank, error in failures.items() if not follows(error))):
-        return _raised(cause, raised)
+        return _raised(cause, kinds, raised)
     if watch.stands(timeout) or _TIMEOUT.search(str(cause)):
         standstill = watch.standstill()
         return Failure("stalled", standstill.what, standstill.ranks)

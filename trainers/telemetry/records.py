@@ -210,7 +210,7 @@ class Failed(_Sent):
     step: int
     """The last step that finished."""
     failure: str
-    """The kind of failure (`faults.attempts.Kind`)."""
+    """The kind of failure (`faults.attempts.FailureKind`)."""
     what: str
     ranks: list[int]
     """Where it happened, as far as known."""

@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
     "engine": {"kind": "torch"},
     "training": {"steps": 6, "global_batch": 8, "micro_batch": 4, "eval_sequences": 8, "eval_every": 2},
     "checkpoint": {"every": 2, "asynchronous": False},
-    "cluster": {"workers": 2, "max_failures": 0},
+    "cluster": {"workers": 2, "failures": ["tests.trainers.faults.busy:HOPELESS"]},
 }  # fmt: skip
 CHECKPOINTS = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="validation/loss", checkpoint_score_order="max")
 
@@ -102,7 +102,9 @@ def test_the_error_of_a_users_function_comes_first(failed: Exception, place: Pat
     assert "tests/trainers/driver/faulty.py:" in first
     assert first.endswith(", fail_at)")
     assert "Odd: 1 is not 2" in (place / "exceptions.txt").read_text()
-    assert json.loads((place / "runs" / "mine" / "run.json").read_text())["status"] == "failed"
+    told = json.loads((place / "runs" / "mine" / "run.json").read_text())
+    assert told["status"] == "failed"
+    assert [failure["failure"] for failure in told["failures"]] == ["hopeless"], "the user's own kind; no attempt follows"
 
 
 def test_a_result_is_filled_as_ray_documents_it(result: Result, place: Path) -> None:

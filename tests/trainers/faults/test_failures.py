@@ -15,12 +15,14 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, Wo
 from ray.train.v2.api.exceptions import PreemptionError
 
 from foldray.errors import UserError
+from foldray.recipe import Recipe
 from tests.trainers.faults.test_watch import WAITS, beat, watch
-from trainers.faults.attempts import Failure
-from trainers.faults.failures import failure_of
+from trainers.faults.attempts import Attempt, Failure, GiveUp, GoOn, decide
+from trainers.faults.failures import failure_of, kinds_of
 from trainers.faults.watch import Standstill, Watch
 from trainers.telemetry.records import Place
 
+OWN = "tests.trainers.faults.busy"
 LOST = WorkerHealthCheckFailedError("worker died", ActorDiedError())
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:47631")
 LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete")
@@ -119,6 +121,26 @@ def test_what_is_not_a_workers_fault() -> None:
         (2, 3),
     )
     assert failure_of(ValueError("x"), {}, Watch(), 20).kind == "raised"
+
+
+def test_kinds_of_the_users_own() -> None:
+    """A connection that is refused looks as if another worker had ended. The user's row says what it is."""
+    recipe = {"model": {"preset": "tiny"}, "cluster": {"failures": [f"{OWN}:HOPELESS", f"{OWN}:BUSY"]}}
+    kinds = kinds_of(Recipe.parse(recipe))
+    error = WorkerGroupError("text", {0: CLOSED, 1: ConnectionRefusedError("no service"), 2: LOST})
+    busy, odd = (failure_of(each, places(), Watch(), 20, None, kinds) for each in (error, ValueError("Odd: it is")))
+    assert told(busy) == ("busy", "ConnectionRefusedError: no service", (1,))
+    assert decide([Attempt(3, 2, busy)] * 9, 0, kinds) == GoOn()
+    assert odd.kind == "hopeless"
+    assert decide([Attempt(3, 2, odd)], 9, kinds) == GiveUp()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("TAKEN", "has the name 'lost', which another kind has"), ("Failure", "cannot be imported")]
+)
+def test_a_row_that_is_no_kind_is_refused(name: str, rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        kinds_of(Recipe.parse({"model": {"preset": "tiny"}, "cluster": {"failures": [f"{OWN}:{name}"]}}))
 
 
 def test_a_full_disk_of_rays_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
