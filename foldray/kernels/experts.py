@@ -97,7 +97,7 @@ def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autogr
         # The CUDA kernel takes only bfloat16, and rows of a multiple of 16 bytes. For one expert, plain products are faster.
         fits = rows > 0 and experts > 1 and x_NH.dtype == torch.bfloat16 and hidden % 8 == 0 and inner % 8 == 0
         return _Grouped if fits else _PerExpert
-    small = 0 < rows * hidden * inner < SMALL_PRODUCT * experts
+    small = experts > 1 and 0 < rows * hidden * inner < SMALL_PRODUCT * experts
     aligned = hidden * x_NH.element_size() % 16 == 0 and inner * x_NH.element_size() % 16 == 0
     return _Grouped if small and aligned and x_NH.dtype in (torch.float32, torch.bfloat16) else _PerExpert
 

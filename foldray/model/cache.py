@@ -46,7 +46,7 @@ class Cache:
         self._make_room(part.stop)
         self._token_BL[:, part.start : part.stop] = token_BS
         batch = Batch(self._token_BL, self._token_BL)
-        place = self.model.place(batch, part)
+        place = self.model.place(self._token_BL.shape[1], part, self._token_BL.device)
         x_BSH = self.model.embed(batch, place)
         for layer, memory in self._memories.items():
             x_BSH, _ = self.model.block(layer)(x_BSH, place, memory)

@@ -7,7 +7,6 @@ whole sequence, H hidden, V rows of the vocabulary that this rank holds, E exper
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -149,7 +148,7 @@ class Transformer(nn.Module):
             if "head.weight" in self.pieces:
                 self.head = Vocabulary(ownership.vocabulary(groups.rank), model.hidden, groups.tensor, self.later)
         self._positions: dict[int, torch.Tensor] = {}  # by length of a sequence
-        self._rotations: dict[tuple[int, torch.device], defaultdict[range, dict]] = {}  # by length and device, then by slice
+        self._places: dict[tuple[int, torch.device], list[Place]] = {}  # of the last length: those of many would fill the memory
         self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
         self._wire = backend.formats
         self.global_parts = parts_below(self.named_modules())
@@ -165,7 +164,7 @@ class Transformer(nn.Module):
         """Cut later batches into slices of these lengths, in tokens. None leaves sequences whole, of any length."""
         self.layout = replace(self.layout, slices=lengths)
         self._positions.clear()
-        self._rotations.clear()
+        self._places.clear()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Losses]:
         """Return objective and losses, from one autograd graph. Every schedule must give the same result.
@@ -175,7 +174,7 @@ class Transformer(nn.Module):
         (place,) = self.places(batch)
         x_BsH, objective, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
         for layer in self.spec.all_layers:
-            x_BsH, balance = self.block(layer)(self.enter(x_BsH, layer, batch, place), place)
+            x_BsH, balance = self.block(layer)(self.enter(x_BsH, layer, place, batch.token_BL), place)
             if balance is not None:
                 objective = objective + balance.objective(self.spec.router) / losses.sequences
                 losses = self.with_router(losses, layer, balance)
@@ -272,23 +271,32 @@ class Transformer(nn.Module):
         return self._exchanges[position]
 
     def places(self, batch: Batch) -> list[Place]:
-        """Return this rank's positions of the sequences, and the keys that they see, slice by slice."""
-        length, device = batch.token_BL.shape[1], batch.token_BL.device
-        if (length, device) not in self._rotations:
-            self._rotations = {(length, device): defaultdict(dict)}  # those of many lengths would fill the memory
-        rotations, slices = self._rotations[length, device], self.layout.cut(length)
-        return [replace(self.place(batch, part), rotations=rotations[part]) for part in slices]
+        """Return this rank's positions of the sequences, and the keys that they see, slice by slice.
 
-    def place(self, batch: Batch, part: range) -> Place:
-        """Return this rank's positions of one slice of the whole sequences, and the keys that they see."""
-        length, layout, device = batch.token_BL.shape[1], self.layout, batch.token_BL.device
-        position_S = torch.cat([torch.arange(c.start, c.stop, device=device) for c in layout.chunks(part)])
+        They are made once for all batches of a length, but for the keys that are seen within documents.
+        """
+        (_, length), device, slices = batch.token_BL.shape, batch.token_BL.device, self.layout.cut(batch.token_BL.shape[1])
+        if (length, device) not in self._places:
+            self._places = {(length, device): [self.place(length, part, device) for part in slices]}
+        places = self._places[length, device]
+        if batch.segment_BL is None:
+            return places
+        sights = (self._sights(length, part, device, batch.segment_BL) for part in slices)
+        return [replace(place, sights=of_documents) for place, of_documents in zip(places, sights, strict=True)]
+
+    def place(self, length: int, part: range, device: torch.device) -> Place:
+        """Return this rank's positions of one slice of sequences of a length, and the keys that they see."""
+        chunks = self.layout.chunks(part)
+        position_S = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+        return Place(position_S, self._sights(length, part, device))
+
+    def _sights(self, length: int, part: range, device: torch.device, segment_BL: torch.Tensor | None = None) -> dict[str, Sight]:
+        layout = self.layout
         shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
-        sights = {
-            name: Sight(part, length, shards, layout.cp_rank, batch.segment_BL, window, device)
+        return {
+            name: Sight(part, length, shards, layout.cp_rank, segment_BL, window, device)
             for name, window in self._windows.items()
         }
-        return Place(position_S, sights)
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:
         """Return embeddings of this rank's piece of a slice: [B, s, H]."""
@@ -298,13 +306,17 @@ class Transformer(nn.Module):
             x_BsH = x_BsH + self.positions.weight[batch.position_BL[:, place.position_S[self.layout.tp_rank * s :][:s]]]
         return x_BsH
 
-    def enter(self, x_BsH: torch.Tensor, layer: int, batch: Batch, place: Place) -> torch.Tensor:
-        """Return the input of a block from the output of the block before: [B, s, H]. Only multi-token prediction changes it."""
+    def enter(self, x_BsH: torch.Tensor, layer: int, place: Place, token_BL: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the input of a block from the output of the block before: [B, s, H].
+
+        Only multi-token prediction changes it, and reads the tokens.
+        """
         block, depth = self.block(layer), layer - self.spec.layers + 1
         if not hasattr(block, "mtp"):
             return x_BsH
-        position_S = (place.position_S + depth).clamp_max(batch.token_BL.shape[1] - 1)
-        return block.mtp(self._norm(depth - 1)(x_BsH), self.embedding.embed(batch.token_BL[:, position_S]))
+        assert token_BL is not None
+        position_S = (place.position_S + depth).clamp_max(token_BL.shape[1] - 1)
+        return block.mtp(self._norm(depth - 1)(x_BsH), self.embedding.embed(token_BL[:, position_S]))
 
     def depth(self, layer: int) -> int | None:
         """Return how many tokens after the next one the head behind a block predicts; None if there is no head."""

@@ -82,7 +82,13 @@ class Tally:
     score_BE: torch.Tensor
     z: torch.Tensor
     dropped: torch.Tensor
-    competed_BE: torch.Tensor | None
+    competed_BE: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The arguments of `Tally`."""
+        sums = (self.count_BE, self.score_BE, self.z, self.dropped)
+        return sums if self.competed_BE is None else (*sums, self.competed_BE)
 
     def __add__(self, other: Tally) -> Tally:
         competed_BE = None

@@ -223,7 +223,7 @@ class ExpertMicroBatch(MicroBatch):
         weight_NK, expert_NK = meta_NM.split(half.topk, dim=1)
         expert_NK = expert_NK.to(torch.int64)
         (y_NH,), _ = self.graphs.compute(
-            op, lambda rows_NH, weight_NK: Computed([half.run(rows_NH, weight_NK, expert_NK)]), rows_NH, weight_NK.contiguous()
+            op, lambda *given: Computed([half.run(*given)]), rows_NH, weight_NK.contiguous(), beside=[expert_NK]
         )
         self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
 

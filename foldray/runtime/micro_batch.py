@@ -124,18 +124,21 @@ class MicroBatch:
     # Forward.
 
     def embed_forward(self, op: Op) -> None:
-        (x_BsH,), _ = self.graphs.compute(op, lambda: Computed([self.model.embed(self.batch, self._places[op.part])]))
+        place = self._places[op.part]
+        (x_BsH,), _ = self.graphs.compute(
+            op, lambda *given: Computed([self.model.embed(Batch(*given), place)]), beside=self._given
+        )
         self.inputs[op.layer].put(self._tokens(op), x_BsH)
 
     def project_forward(self, op: Op) -> None:
         block, place = self.model.block(op.layer), self._places[op.part]
         x_BsH = self.inputs[op.layer].take(self._tokens(op))
 
-        def project(x_BsH: torch.Tensor) -> Computed:
-            x_BsH = self.model.enter(x_BsH, op.layer, self.batch, place)
+        def project(x_BsH: torch.Tensor, *token_BL: torch.Tensor) -> Computed:
+            x_BsH = self.model.enter(x_BsH, op.layer, place, *token_BL)
             return Computed([*block.project(x_BsH, place), x_BsH])
 
-        (q_BNSD, block_BGSW, x_BsH), _ = self.graphs.compute(op, project, x_BsH)
+        (q_BNSD, block_BGSW, x_BsH), _ = self.graphs.compute(op, project, x_BsH, beside=self._entering(op))
         self._asides[_part(op)] = _Aside(q_BNSD, x_BsH)
         self.flight[op._replace(kind=GATHER)] = Pending([], (block_BGSW,))  # until the gather op sends it
 
@@ -153,10 +156,10 @@ class MicroBatch:
         else:
             x_BsH = self.inputs[op.layer].take(self._tokens(op))
 
-            def attend(x_BsH: torch.Tensor) -> Computed:
-                return Computed([block.attend(self.model.enter(x_BsH, op.layer, self.batch, place), place, memory)])
+            def attend(x_BsH: torch.Tensor, *token_BL: torch.Tensor) -> Computed:
+                return Computed([block.attend(self.model.enter(x_BsH, op.layer, place, *token_BL), place, memory)])
 
-            (z_BsH,), _ = self.graphs.compute(op, attend, x_BsH)
+            (z_BsH,), _ = self.graphs.compute(op, attend, x_BsH, beside=self._entering(op))
         self.middles[op.layer].put(self._tokens(op), z_BsH)
         if not self.training and op.part == len(self._places) - 1:
             memory.free()
@@ -212,11 +215,11 @@ class MicroBatch:
     def head_forward(self, op: Op) -> None:
         depth = self.graph.heads.index(op.layer)
 
-        def head(x_BsH: torch.Tensor) -> Computed:
-            language, reported = self.model.head_loss(x_BsH, self.batch, self._tokens(op), depth)
+        def head(x_BsH: torch.Tensor, *given: torch.Tensor) -> Computed:
+            language, reported = self.model.head_loss(x_BsH, Batch(*given), self._tokens(op), depth)
             return Computed([language], reported)
 
-        _, reported = self.graphs.compute(op, head, self.states[op.layer].take(self._tokens(op)))
+        _, reported = self.graphs.compute(op, head, self.states[op.layer].take(self._tokens(op)), beside=self._given)
         self.losses = self.model.with_loss(self.losses, depth, reported)
 
     # Backward.
@@ -307,22 +310,28 @@ class MicroBatch:
             What leaves, what is kept aside, and the residual stream with the output of the shared expert.
         """
         block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
-        length, before = self.graph.slicing.length, self._tallies.get(op.layer)
+        length, before = self.graph.slicing.length, self._tallies.pop(op.layer, None)
         position_s = self.model.positions_of(self.batch, self._tokens(op))
 
-        def route(z_BsH: torch.Tensor) -> Computed:
+        def route(z_BsH: torch.Tensor, *sums: torch.Tensor) -> Computed:
             h_BsH = block.ffn_norm(z_BsH)
-            h_TH = h_BsH.flatten(0, 1)
-            routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, before, position_s))
+            h_TH, earlier = h_BsH.flatten(0, 1), Tally(*sums) if sums else None
+            routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, earlier, position_s))
             leaving, kept = rows_of(h_TH, routing)
             shared = [] if layer.shared is None else [layer.shared(h_BsH)]
-            return Computed([routing.tally.score_BE, routing.tally.z, *leaving, *shared], (kept, routing.tally.detach()))
+            tally = routing.tally.detach()
+            return Computed(
+                [routing.tally.score_BE, routing.tally.z, *leaving, *shared],
+                (kept, tally if earlier is None else earlier + tally),
+            )
 
-        (_, _, *leaving), (kept, tally) = self.graphs.compute(op, route, z_BsH)
+        sums = () if before is None else before.tensors
+        (_, _, *leaving), (kept, tally) = self.graphs.compute(op, route, z_BsH, beside=sums)
         residual_BsH = z_BsH.detach() if layer.shared is None else z_BsH.detach() + leaving.pop()
-        self._tallies[op.layer] = tally if before is None else before + tally
-        if op.part == self.graph.slicing.degree - 1:
-            self._balances[op.layer] = self._tallies.pop(op.layer).balance(layer.router.sequences, length)
+        if op.part < self.graph.slicing.degree - 1:
+            self._tallies[op.layer] = tally
+        else:
+            self._balances[op.layer] = tally.balance(layer.router.sequences, length)
             self.losses = self.model.with_router(self.losses, op.layer, self._balances[op.layer])
         return leaving, kept, residual_BsH
 
@@ -334,6 +343,15 @@ class MicroBatch:
         losses = slope_BE * (share * router.balance_loss), share * (slope * router.z_loss)
         (gradient,) = self.graphs.differentiate(op, [*losses, *left, residual_BsH])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
+
+    @property
+    def _given(self) -> list[torch.Tensor]:
+        """What ops get that read the batch: the arguments of `Batch`."""
+        return [tensor for tensor in self.batch if tensor is not None]
+
+    def _entering(self, op: Op) -> list[torch.Tensor]:
+        """Return what an op reads of the batch that takes the input of a block (`Transformer.enter`)."""
+        return [self.batch.token_BL] if self.graph.blocks[op.layer].mtp else []
 
     @cached_property
     def _places(self) -> list:

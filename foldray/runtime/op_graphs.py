@@ -130,12 +130,12 @@ class OpGraph(NamedTuple):
         return input_gradients, results[count:]
 
 
-def build(compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[Computed, OpGraph]:
-    """Return the detached results of `compute(*inputs)`, and the graph that goes back to the inputs."""
+def build(compute: Compute, inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()) -> tuple[Computed, OpGraph]:
+    """Return the detached results of `compute(*inputs, *beside)`, and the graph that goes back to the inputs."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
         sources = [_Source.apply(anchor, x.detach()) if x.is_floating_point() else x for x in inputs]
-        results, aside = compute(*sources)
+        results, aside = compute(*sources, *beside)
     edges = [get_gradient_edge(x) if x.requires_grad else None for x in results if x.is_floating_point()]
     starts = [_Input(get_gradient_edge(x), (x.shape, x.dtype, x.device)) for x in sources if x.is_floating_point()]
     return Computed([result.detach() for result in results], aside), OpGraph(edges, starts)
@@ -143,6 +143,13 @@ def build(compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[Computed, O
 
 SumOf = Callable[[nn.Parameter], torch.Tensor]
 """Returns the sum of a parameter's gradients, to which ops add."""
+
+
+class _Inputs(NamedTuple):
+    """The inputs of an op with a gradient, and those without."""
+
+    inputs: Sequence[torch.Tensor]
+    beside: Sequence[torch.Tensor]
 
 
 class _Built(NamedTuple):
@@ -163,23 +170,29 @@ class OpGraphs:
         self.model, self.graph, self.sum_of, self.training, self.now = model, graph, sum_of, training, now
         self._graphs: dict[Op, _Built] = {}  # by forward op
         self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
-        self._again: dict[Op, tuple[Compute, Sequence[torch.Tensor]]] = {}  # by forward op that will run again
+        self._again: dict[Op, tuple[Compute, _Inputs]] = {}  # by forward op that will run again
         self.begin()
 
     def begin(self) -> None:
         """Say that an op begins to compute."""
         self.began = self.now()
 
-    def compute(self, op: Op, compute: Compute, *inputs: torch.Tensor) -> Computed:
-        """Compute the results of an op, detached from its graph."""
+    def compute(self, op: Op, compute: Compute, *inputs: torch.Tensor, beside: Sequence[torch.Tensor] = ()) -> Computed:
+        """Compute the results of an op, detached from its graph: `compute(*inputs, *beside)`.
+
+        `compute` reads no other tensors that a batch brings, or that are made anew for it, but for the results of earlier ops.
+
+        Args:
+            beside: inputs without a gradient.
+        """
         self.begin()
         if not self.training or op.kind in self.graph.again:
             if self.training:
                 # Attention that runs again takes its queries from projections that run again.
-                self._again[op] = compute, () if op.kind == ATTENTION and self.graph.gathers else inputs
+                self._again[op] = compute, _Inputs(() if op.kind == ATTENTION and self.graph.gathers else inputs, beside)
             with torch.no_grad():
-                return compute(*inputs)
-        return self._build(op, compute, inputs)
+                return compute(*inputs, *beside)
+        return self._build(op, compute, _Inputs(inputs, beside))
 
     def compute_again(self, op: Op, *inputs: torch.Tensor) -> Computed:
         """Compute the results of a forward op again, and keep its graph for its backward.
@@ -189,12 +202,12 @@ class OpGraphs:
         """
         self.begin()
         compute, first = self._again.pop(op)
-        return self._build(op, compute, inputs or first)
+        return self._build(op, compute, first._replace(inputs=inputs) if inputs else first)
 
-    def _build(self, op: Op, compute: Compute, inputs: Sequence[torch.Tensor]) -> Computed:
+    def _build(self, op: Op, compute: Compute, given: _Inputs) -> Computed:
         # On a GPU, products of weights' gradients add to the sums themselves, after the rest of the op's backward.
         with self.model.later.collect(bool(self.graph.weights(op)) or next(self.model.parameters()).is_cuda) as left:
-            computed, graph = build(compute, inputs)
+            computed, graph = build(compute, *given)
         self._graphs[op] = _Built(graph, left)
         return computed
 

@@ -87,7 +87,7 @@ def test_a_job_that_is_stopped_saves_a_checkpoint(lab: list[Host], cluster: Clus
         assert time.monotonic() < deadline
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=_LIMIT)
     assert process.returncode == 130, said
     run = run_folder(tmp_path)
     while json.loads((run / "run.json").read_text())["status"] == "running":
