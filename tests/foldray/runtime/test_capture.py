@@ -175,16 +175,14 @@ def test_a_slot_for_two_micro_batches_in_flight_is_noticed() -> None:
         steps(0, FLOW, True, one_slot=True)
 
 
-@pytest.mark.gate(1)
-@pytest.mark.parametrize("then", ["one_a_one_m", "aaam"])
-def test_a_replay_in_another_order_is_noticed(then: str) -> None:
+def test_a_replay_in_another_order_is_noticed() -> None:
     """What was recorded in the order of one schedule shares memory in this order alone."""
     recipe = make_recipe(1, schedule={"kind": "stream", "degree": 4}, precision="float32")
     try:
-        replayed = steps(0, recipe, True, then=then)
+        replayed = steps(0, recipe, True, then="aaam")
     except RuntimeError:  # other numbers lie where an op reads indices
         return
-    assert not same(steps(0, recipe, False, then=then), replayed)
+    assert not same(steps(0, recipe, False, then="aaam"), replayed)
 
 
 def test_a_tensor_that_is_no_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
