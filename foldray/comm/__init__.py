@@ -2,6 +2,7 @@
 
 from foldray.comm.activity import Activity
 from foldray.comm.communicator import Communicator, Count, Pending, Traffic
+from foldray.comm.dispatch_queue import DispatchQueue
 from foldray.comm.exchange import (
     gather_rows,
     gather_sequence,
@@ -12,5 +13,4 @@ from foldray.comm.exchange import (
     sum_over_members,
 )
 from foldray.comm.groups import APART, TRAFFIC, Groups, host_group
-from foldray.comm.line import Line
 from foldray.comm.probe import UnsupportedBackend, probe

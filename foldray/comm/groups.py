@@ -13,7 +13,7 @@ import torch.distributed as dist
 from foldray.comm import nccl
 from foldray.comm.activity import Activity
 from foldray.comm.communicator import Communicator, Traffic
-from foldray.comm.line import Line
+from foldray.comm.dispatch_queue import DispatchQueue
 from foldray.fold import Fold
 
 # Each class of traffic has its own communicator. A process group is one queue, so small messages would wait for large ones.
@@ -56,8 +56,8 @@ class Groups:
         rows_up, rows_down, row_counts: if the experts have ranks of their own: rows to experts, rows to attention, and how many
             rows come. Otherwise, and for `expert_stage` on ranks of attention, they have no other member.
         expert_stage: the ranks of a position of such experts.
-        tokens_line: the line in which all-to-alls of tokens start.
-        rows_line: the line in which this rank begins to receive rows, if the experts have ranks of their own.
+        tokens_queue: the queue in which all-to-alls of tokens start.
+        rows_queue: the queue in which this rank begins to receive rows, if the experts have ranks of their own.
         timeout: timeout of every collective; None is the default of the process group.
     """
 
@@ -85,8 +85,8 @@ class Groups:
     activity: Activity
     timeout: timedelta | None
     _process_groups: list[dist.ProcessGroup]
-    tokens_line: Line = field(default_factory=Line, init=False)
-    rows_line: Line = field(default_factory=Line, init=False)
+    tokens_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
+    rows_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
 
     @classmethod
     def create(
@@ -139,8 +139,8 @@ class Groups:
 
     def close(self) -> None:
         """Destroy the process groups. Otherwise threads and sockets would pile up in a process that makes new groups."""
-        self.tokens_line.close()
-        self.rows_line.close()
+        self.tokens_queue.close()
+        self.rows_queue.close()
         while self._process_groups:
             dist.destroy_process_group(self._process_groups.pop())
 

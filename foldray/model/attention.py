@@ -24,10 +24,10 @@ from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
 from foldray.kernels import fused
 from foldray.kernels.autograd import Later, product
+from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
 from foldray.model.layers import HeadNorms, rms_norm
-from foldray.model.sight import Sight
-from foldray.model.slices import KeysAndValues, slice_attention
+from foldray.model.slices import KVCache, slice_attention
 
 
 class Rotation(NamedTuple):
@@ -99,7 +99,7 @@ class Place:
     """
 
     position_S: torch.Tensor
-    sights: Mapping[str, Sight]
+    masks: Mapping[str, AttentionMask]
     rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
 
     def rotation(self, rope: RopeSpec, dtype: torch.dtype) -> Rotation:
@@ -135,13 +135,13 @@ class Attention(nn.Module, ABC):
         self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
         self._make(model)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
+    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
 
         The call adds keys and values of this slice to the memory of earlier ones. Whole sequences do not use it.
         """
         q_BNSD, k_BGSD, v_BGSV = self._projected(x_BsH, place)
-        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.sights[self.share.window], memory))
+        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.masks[self.share.window], memory))
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries [B, N, S, D] of a slice, and its keys and values side by side [B, G, S, D + V]."""
@@ -152,24 +152,24 @@ class Attention(nn.Module, ABC):
         """Start to gather the keys and values of a slice. Every context-parallel rank must call this."""
         return self.ring.start_all_gather(block_BGSW)
 
-    def store(self, gathered: torch.Tensor, place: Place, memory: KeysAndValues) -> None:
+    def store(self, gathered: torch.Tensor, place: Place, memory: KVCache) -> None:
         """Store the gathered keys and values of a slice."""
-        sight = place.sights[self.share.window]
-        k_BGTD, v_BGTV = sight.in_order(gathered).split((self.share.key_dim, self.share.value_dim), dim=-1)
-        memory.put(k_BGTD, v_BGTV, sight)
+        mask = place.masks[self.share.window]
+        k_BGTD, v_BGTV = mask.in_order(gathered).split((self.share.key_dim, self.share.value_dim), dim=-1)
+        memory.put(k_BGTD, v_BGTV, mask)
 
-    def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KeysAndValues) -> torch.Tensor:
+    def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
         """Compute attention of a slice whose keys and values are stored: [B, N, S, D] → [B, s, H]."""
-        return self._merged(slice_attention(q_BNSD, memory, place.sights[self.share.window], sink_N=self.sinks))
+        return self._merged(slice_attention(q_BNSD, memory, place.masks[self.share.window], sink_N=self.sinks))
 
-    def start_scatter(self, place: Place, memory: KeysAndValues) -> Pending:
+    def start_scatter(self, place: Place, memory: KVCache) -> Pending:
         """Start to send the gradient of a slice's keys and values to the ranks that hold them.
 
         The parts of all ranks travel, and `summed` adds them up. That is as many bytes as a reduce-scatter, and gloo's
         reduce-scatter would hold up the host.
         """
-        sight = place.sights[self.share.window]
-        share = sight.by_member(memory.take_gradient(sight))
+        mask = place.masks[self.share.window]
+        share = mask.by_member(memory.take_gradient(mask))
         rows = [len(share) // self.ring.size] * self.ring.size
         return self.ring.start_all_to_all(share, rows, rows)
 
@@ -191,24 +191,24 @@ class Attention(nn.Module, ABC):
         return y_BsH if self.out_bias is None else y_BsH + self.out_bias
 
     def _attend(
-        self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight, memory: KeysAndValues | None
+        self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, mask: AttentionMask, memory: KVCache | None
     ) -> torch.Tensor:
-        if memory is not None and not sight.whole:
-            return slice_attention(q_BNSD, memory, sight, k_BGSD, v_BGSV, self.sinks)
+        if memory is not None and not mask.whole:
+            return slice_attention(q_BNSD, memory, mask, k_BGSD, v_BGSV, self.sinks)
         plain = self.sinks is None and self.share.key_dim == self.share.value_dim
         if self.ring.size > 1 or not plain:  # torch's fused attention has no sinks, and one width of heads
-            return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, sight, self.sinks)
-        return whole_attention(q_BNSD, k_BGSD, v_BGSV, sight)
+            return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, mask, self.sinks)
+        return whole_attention(q_BNSD, k_BGSD, v_BGSV, mask)
 
 
-def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, sight: Sight) -> torch.Tensor:
+def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """Compute attention of whole sequences that one rank holds: [B, N, S, V].
 
-    Each run of queries is computed with the keys that it may see (`Sight.blocks`).
+    Each run of queries is computed with the keys that it may see (`AttentionMask.blocks`).
     """
     outs, grouped = [], q_BNSD.shape[1] != k_BGSD.shape[1]
-    for queries, keys, mask in sight.blocks:
-        given, causal = (mask, False) if isinstance(mask, torch.Tensor) else (None, mask == "causal")
+    for queries, keys, visible in mask.blocks:
+        given, causal = (visible, False) if isinstance(visible, torch.Tensor) else (None, visible == "causal")
         q, k, v = (x[:, :, run.start : run.stop] for x, run in ((q_BNSD, queries), (k_BGSD, keys), (v_BGSV, keys)))
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal, enable_gqa=grouped))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)

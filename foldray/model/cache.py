@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from foldray.model.batch import Batch
-from foldray.model.slices import KeysAndValues
+from foldray.model.slices import KVCache
 from foldray.model.transformer import Transformer
 
 _LEAST = 256  # tokens that a cache has room for
@@ -32,7 +32,7 @@ class Cache:
             raise ValueError("a cache needs a model whose experts drop no tokens: router.capacity_factor=None")
         self.model, self.seen = model, 0
         self._token_BL = torch.zeros((sequences, 0), dtype=torch.int64, device=next(model.parameters()).device)
-        self._memories = {layer: KeysAndValues() for layer in range(model.spec.layers)}
+        self._memories = {layer: KVCache() for layer in range(model.spec.layers)}
 
     @torch.no_grad()
     def extend(self, token_BS: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ larger messages.
 
 Legend: B sequences, N query heads, G key/value heads, S positions held by this rank, L = S · cp positions of the whole
 sequence, D head size (Dk of queries and keys, Dv of values and outputs). In this module, a block is a tensor [B, G, …, Dk +
-Dv] of keys and values side by side, and a part is a run of keys that a chunk of queries is computed with (`sight.Part`).
+Dv] of keys and values side by side, and a part is a run of keys that a chunk of queries is computed with (`attention_mask.Part`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from foldray.comm import Communicator, Pending
 from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
 from foldray.kernels.autograd import at_least_float32
-from foldray.model.sight import Part, Sight
+from foldray.model.attention_mask import AttentionMask, Part
 
 ContextMode = Literal["ring", "all_gather"]
 
@@ -41,7 +41,7 @@ def context_attention(
     v_BGSD: Tensor,
     communicator: Communicator,
     mode: ContextMode,
-    sight: Sight,
+    mask: AttentionMask,
     sink_N: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of this rank's queries to the whole sequence: [B, N, S, Dv]. Every member must call this.
@@ -51,15 +51,15 @@ def context_attention(
 
     Args:
         communicator: the ranks that share the sequences, in the order of their shards.
-        sight: the sight of whole sequences. Members differ in its `index` only.
+        mask: the mask of whole sequences. Members differ in its `index` only.
         sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
     """
     if mode not in ("ring", "all_gather"):
         raise ValueError(f"mode is {mode!r}; legal are 'ring', 'all_gather'")
-    shape, segment_BL = (q_BNSD.shape[0], q_BNSD.shape[2] * communicator.size), sight.segment_BL
+    shape, segment_BL = (q_BNSD.shape[0], q_BNSD.shape[2] * communicator.size), mask.segment_BL
     if segment_BL is not None and segment_BL.shape != shape:
         raise ValueError(f"segment_BL has shape {tuple(segment_BL.shape)}; whole sequences have {shape}")
-    return _ContextAttention.apply(q_BNSD, k_BGSD, v_BGSD, communicator, mode, sight, sink_N)
+    return _ContextAttention.apply(q_BNSD, k_BGSD, v_BGSD, communicator, mode, mask, sink_N)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -73,13 +73,13 @@ class _ContextAttention(torch.autograd.Function):
         v_BGSD: Tensor,
         communicator: Communicator,
         mode: ContextMode,
-        sight: Sight,
+        mask: AttentionMask,
         sink_N: Tensor | None,
     ) -> Tensor:
-        queries, widths = q_BNSD.chunk(len(sight.held), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
+        queries, widths = q_BNSD.chunk(len(mask.held), dim=2), (k_BGSD.shape[-1], v_BGSD.shape[-1])
         merged: dict[int, tuple[Tensor, Tensor]] = {}
-        for chunks, block in _blocks((k_BGSD, v_BGSD), communicator, mode, sight):
-            for number, part in _parts(sight, chunks):
+        for chunks, block in _blocks((k_BGSD, v_BGSD), communicator, mode, mask):
+            for number, part in _parts(mask, chunks):
                 k, v = block[..., part.keys, :].split(widths, dim=-1)
                 result = attend(queries[number], k, v, part.mask)
                 merged[number] = merge(*merged[number], *result) if number in merged else result
@@ -89,7 +89,7 @@ class _ContextAttention(torch.autograd.Function):
             out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
         out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
         ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
-        ctx.communicator, ctx.mode, ctx.sight = communicator, mode, sight
+        ctx.communicator, ctx.mode, ctx.mask = communicator, mode, mask
         return out_BNSD
 
     @staticmethod
@@ -98,7 +98,7 @@ class _ContextAttention(torch.autograd.Function):
         q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
         dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
         widths = (k_BGSD.shape[-1], v_BGSD.shape[-1])
-        whole = _Whole(ctx.sight, widths, q_BNSD, out_BNSD, lse_BNS, grads[0])
+        whole = _Whole(ctx.mask, widths, q_BNSD, out_BNSD, lse_BNS, grads[0])
         backward = _ring_backward if ctx.mode == "ring" else _all_gather_backward
         gradient = backward((k_BGSD, v_BGSD), ctx.communicator, whole).to(k_BGSD.dtype)
         dk_BGSD, dv_BGSD = gradient.split(widths, dim=-1)
@@ -109,17 +109,17 @@ class _Whole:
     """This rank's queries, their output and log-sum-exp over all keys, and the gradient of the queries so far."""
 
     def __init__(
-        self, sight: Sight, widths: tuple[int, int], q_BNSD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, dout_BNSD: Tensor
+        self, mask: AttentionMask, widths: tuple[int, int], q_BNSD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, dout_BNSD: Tensor
     ):
-        self.sight, self.widths = sight, widths
+        self.mask, self.widths = mask, widths
         self.dq_BNSD = torch.zeros_like(q_BNSD, dtype=at_least_float32(q_BNSD))
-        chunked = (x.chunk(len(sight.held), dim=2) for x in (dout_BNSD, q_BNSD, out_BNSD, lse_BNS, self.dq_BNSD))
+        chunked = (x.chunk(len(mask.held), dim=2) for x in (dout_BNSD, q_BNSD, out_BNSD, lse_BNS, self.dq_BNSD))
         self._dout, self._q, self._out, self._lse, self._dq = chunked
 
     def block_gradient(self, chunks: Sequence[range], block: Tensor) -> Tensor:
         """Return these queries' share of a block's gradient, in at least float32, and add to the gradient of the queries."""
         dblock = torch.zeros_like(block, dtype=at_least_float32(block))
-        for number, part in _parts(self.sight, chunks):
+        for number, part in _parts(self.mask, chunks):
             (k, v), (dk, dv) = (x[..., part.keys, :].split(self.widths, dim=-1) for x in (block, dblock))
             # The *merged* output and log-sum-exp: with a part's own, the weights would be normalised over that part's keys.
             dout, q, out, lse, dq = (x[number] for x in (self._dout, self._q, self._out, self._lse, self._dq))
@@ -129,20 +129,20 @@ class _Whole:
         return dblock
 
 
-def _parts(sight: Sight, chunks: Sequence[range]) -> Iterator[tuple[int, Part]]:
+def _parts(mask: AttentionMask, chunks: Sequence[range]) -> Iterator[tuple[int, Part]]:
     """Yield the parts to compute with a block: (number of this rank's query chunk, part). The block has the keys of `chunks`."""
-    return ((number, part) for number, queries in enumerate(sight.held) for part in sight.visible_parts(queries, chunks))
+    return ((number, part) for number, queries in enumerate(mask.held) for part in mask.visible_parts(queries, chunks))
 
 
 def _blocks(
-    keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, mode: ContextMode, sight: Sight
+    keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, mode: ContextMode, mask: AttentionMask
 ) -> Iterator[tuple[Sequence[range], Tensor]]:
     """Yield the blocks of all members as (chunks, block): one by one around the ring, or all of them as one block."""
     if mode == "all_gather":
-        yield sight.sequence, _gathered(keys_and_values, communicator, sight)
+        yield mask.sequence, _gathered(keys_and_values, communicator, mask)
         return
     for member, passing in _ring(torch.cat(keys_and_values, dim=-1), communicator):
-        yield sight.shards[member], passing
+        yield mask.shards[member], passing
 
 
 def _ring(block: Tensor, communicator: Communicator) -> Iterator[tuple[int, Tensor]]:
@@ -163,7 +163,7 @@ def _ring_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communi
     home: Tensor | None = None
     following: Pending | None = None
     for member, passing in _ring(torch.cat(keys_and_values, dim=-1), communicator):
-        share = whole.block_gradient(whole.sight.shards[member], passing)
+        share = whole.block_gradient(whole.mask.shards[member], passing)
         if home is None:
             home = share
             continue
@@ -175,10 +175,10 @@ def _ring_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communi
 
 
 def _all_gather_backward(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, whole: _Whole) -> Tensor:
-    share = whole.block_gradient(whole.sight.sequence, _gathered(keys_and_values, communicator, whole.sight))
-    return share if whole.sight.alone else communicator.reduce_scatter(whole.sight.by_member(share))
+    share = whole.block_gradient(whole.mask.sequence, _gathered(keys_and_values, communicator, whole.mask))
+    return share if whole.mask.alone else communicator.reduce_scatter(whole.mask.by_member(share))
 
 
-def _gathered(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, sight: Sight) -> Tensor:
+def _gathered(keys_and_values: tuple[Tensor, Tensor], communicator: Communicator, mask: AttentionMask) -> Tensor:
     """Gather keys and values in the order of positions: [B, G, S, D] each → [B, G, cp · S, Dk + Dv]."""
-    return sight.in_order(communicator.all_gather(torch.cat(keys_and_values, dim=-1)))
+    return mask.in_order(communicator.all_gather(torch.cat(keys_and_values, dim=-1)))

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
-from foldray.model.sight import Part, Sight
+from foldray.model.attention_mask import AttentionMask, Part
 
 
-class KeysAndValues:
+class KVCache:
     """The keys and values of one block and micro-batch, side by side, and their gradient.
 
     Attributes:
@@ -44,51 +44,51 @@ class KeysAndValues:
         self._seen = 0  # number of tokens in `made`
         self._reached = 0  # first token from which on the gradient has been written
 
-    def put(self, k_BGTD: Tensor, v_BGTD: Tensor, sight: Sight) -> None:
+    def put(self, k_BGTD: Tensor, v_BGTD: Tensor, mask: AttentionMask) -> None:
         """Store the keys and values of all T tokens of a slice. A forward that runs again uses the stored ones."""
         if self.made is None:
             self.widths = k_BGTD.shape[-1], v_BGTD.shape[-1]
-            self.made = k_BGTD.new_empty((*k_BGTD.shape[:2], sight.length, sum(self.widths)))
-        slot = self.made[..., sight.tokens.start : sight.tokens.stop, :]
+            self.made = k_BGTD.new_empty((*k_BGTD.shape[:2], mask.length, sum(self.widths)))
+        slot = self.made[..., mask.tokens.start : mask.tokens.stop, :]
         for place, block in zip(slot.split(self.widths, dim=-1), (k_BGTD, v_BGTD), strict=True):
             place.copy_(block)
-        self._seen = sight.tokens.stop
+        self._seen = mask.tokens.stop
 
-    def has(self, sight: Sight) -> bool:
-        return self._seen >= sight.tokens.stop
+    def has(self, mask: AttentionMask) -> bool:
+        return self._seen >= mask.tokens.stop
 
     def lengthen(self, length: int) -> None:
-        """Make room for sequences of `length` tokens. Later slices must name this length (`Sight.length`)."""
+        """Make room for sequences of `length` tokens. Later slices must name this length (`AttentionMask.length`)."""
         if self.made is not None:
             made = self.made.new_empty((*self.made.shape[:2], length, sum(self.widths)))
             made[..., : self._seen, :] = self.made[..., : self._seen, :]
             self.made = made
 
-    def collect(self, sight: Sight) -> Tensor:
+    def collect(self, mask: AttentionMask) -> Tensor:
         """Return the gradient so far. The first call makes it."""
         assert self.made is not None
         if self.gradient is None:
             # A single rank writes the gradient from the end to the start without gaps, so `add` can copy first shares.
             # With several members, the shares of a member have gaps between its chunks, and are added to zeros.
             dtype = torch.promote_types(self.made.dtype, torch.float32)
-            self.gradient = (torch.empty_like if sight.alone else torch.zeros_like)(self.made, dtype=dtype)
-            self._reached = sight.tokens.stop if sight.alone else 0
+            self.gradient = (torch.empty_like if mask.alone else torch.zeros_like)(self.made, dtype=dtype)
+            self._reached = mask.tokens.stop if mask.alone else 0
         return self.gradient
 
-    def add(self, part: Part, share: tuple[Tensor, Tensor], sight: Sight) -> None:
+    def add(self, part: Part, share: tuple[Tensor, Tensor], mask: AttentionMask) -> None:
         """Add a share to the gradient of a part's keys and values. The first share of a key is copied instead of added."""
         start, stop = part.keys.start, part.keys.stop
         middle = min(max(start, self._reached), stop)
-        totals = self.collect(sight).split([x.shape[-1] for x in share], dim=-1)
+        totals = self.collect(mask).split([x.shape[-1] for x in share], dim=-1)
         for total, x in zip(totals, share, strict=True):
             total[..., middle:stop, :] += x[..., middle - start :, :]
             total[..., start:middle, :] = x[..., : middle - start, :]
         self._reached = min(self._reached, start)
 
-    def take_gradient(self, sight: Sight) -> Tensor:
+    def take_gradient(self, mask: AttentionMask) -> Tensor:
         """Return the gradient of a slice's keys and values, as a view. The first slice goes backward last, and frees the rest."""
-        gradient = self.collect(sight)[..., sight.tokens.start : sight.tokens.stop, :]
-        if sight.tokens.start == 0:
+        gradient = self.collect(mask)[..., mask.tokens.start : mask.tokens.stop, :]
+        if mask.tokens.start == 0:
             self.free()
         return gradient
 
@@ -99,8 +99,8 @@ class KeysAndValues:
 
 def slice_attention(
     q_BNSD: Tensor,
-    memory: KeysAndValues,
-    sight: Sight,
+    memory: KVCache,
+    mask: AttentionMask,
     k_BGSD: Tensor | None = None,
     v_BGSD: Tensor | None = None,
     sink_N: Tensor | None = None,
@@ -112,7 +112,7 @@ def slice_attention(
             of the first slice frees `memory`. None if `memory` has them already; the caller then takes their gradient.
         sink_N: scores of heads that take a share of the softmax (`with_sinks`); None without them.
     """
-    return _SliceAttention.apply(q_BNSD, memory, sight, k_BGSD, v_BGSD, sink_N)
+    return _SliceAttention.apply(q_BNSD, memory, mask, k_BGSD, v_BGSD, sink_N)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -120,17 +120,17 @@ class _SliceAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         q_BNSD: Tensor,
-        memory: KeysAndValues,
-        sight: Sight,
+        memory: KVCache,
+        mask: AttentionMask,
         k_BGSD: Tensor | None,
         v_BGSD: Tensor | None,
         sink_N: Tensor | None,
     ) -> Tensor:
-        if k_BGSD is not None and v_BGSD is not None and not memory.has(sight):
-            memory.put(k_BGSD, v_BGSD, sight)
+        if k_BGSD is not None and v_BGSD is not None and not memory.has(mask):
+            memory.put(k_BGSD, v_BGSD, mask)
         assert memory.made is not None
         outs, lses = [], []
-        for q, parts in zip(_chunked(q_BNSD, sight), sight.parts, strict=True):
+        for q, parts in zip(_chunked(q_BNSD, mask), mask.parts, strict=True):
             results = []
             for part in parts:
                 k, v = memory.made[..., part.keys, :].split(memory.widths, dim=-1)
@@ -145,32 +145,32 @@ class _SliceAttention(torch.autograd.Function):
             out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
         out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
         ctx.save_for_backward(q_BNSD, out_BNSD, lse_BNS, sink_N)
-        ctx.memory, ctx.sight, ctx.owns = memory, sight, k_BGSD is not None
+        ctx.memory, ctx.mask, ctx.owns = memory, mask, k_BGSD is not None
         return out_BNSD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        memory, sight = ctx.memory, ctx.sight
-        gradient, made, dqs = memory.collect(sight), memory.made, []
+        memory, mask = ctx.memory, ctx.mask
+        gradient, made, dqs = memory.collect(mask), memory.made, []
         q_BNSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
         dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
-        chunks = zip(*(_chunked(x, sight) for x in (grads[0], q_BNSD, out_BNSD, lse_BNS)), sight.parts, strict=True)
+        chunks = zip(*(_chunked(x, mask) for x in (grads[0], q_BNSD, out_BNSD, lse_BNS)), mask.parts, strict=True)
         for dout, q, out, lse, parts in chunks:
             shares = []  # of one part or two
             for part in reversed(parts):  # later keys first, so that the written gradient has no gaps
                 # The *merged* output and log-sum-exp: with a part's own, its weights would be normalised over its keys only.
                 k, v = made[..., part.keys, :].split(memory.widths, dim=-1)
                 share, dk, dv = attend_backward(dout, q, k, v, out, lse, part.mask)
-                memory.add(part, (dk, dv), sight)
+                memory.add(part, (dk, dv), mask)
                 shares.append(share.to(gradient.dtype))
             dqs.append(shares[0] if len(shares) == 1 else shares[0].add_(shares[1]))
         dq_BNSD = (dqs[0] if len(dqs) == 1 else torch.cat(dqs, dim=2)).to(made.dtype)
         if not ctx.owns:
             return dq_BNSD, None, None, None, None, dsink_N
-        dk_BGSD, dv_BGSD = memory.take_gradient(sight).to(made.dtype).split(memory.widths, dim=-1)
+        dk_BGSD, dv_BGSD = memory.take_gradient(mask).to(made.dtype).split(memory.widths, dim=-1)
         return dq_BNSD, None, None, dk_BGSD, dv_BGSD, dsink_N
 
 
-def _chunked(x: Tensor, sight: Sight) -> Sequence[Tensor]:
-    return x.chunk(len(sight.parts), dim=2)
+def _chunked(x: Tensor, mask: AttentionMask) -> Sequence[Tensor]:
+    return x.chunk(len(mask.parts), dim=2)

@@ -21,11 +21,11 @@ from foldray.comm import Groups
 from foldray.kernels.autograd import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, HeadAttention, LatentAttention, Place
+from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
 from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward
 from foldray.model.parts import parts_below
-from foldray.model.sight import Sight
-from foldray.model.slices import KeysAndValues
+from foldray.model.slices import KVCache
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 
@@ -64,9 +64,7 @@ class Block(nn.Module):
             else:
                 self.moe = MoELayer(ownership, layer, groups, backend, shared, later)
 
-    def forward(
-        self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None
-    ) -> tuple[torch.Tensor, Balance | None]:
+    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> tuple[torch.Tensor, Balance | None]:
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
 
         Every schedule must give the same result.
@@ -77,7 +75,7 @@ class Block(nn.Module):
         y_BsH, balance = self.moe(self.ffn_norm(x_BsH))
         return x_BsH + y_BsH, balance
 
-    def attend(self, x_BsH: torch.Tensor, place: Place, memory: KeysAndValues | None = None) -> torch.Tensor:
+    def attend(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
         return x_BsH + self.attention(self.attention_norm(x_BsH), place, memory)
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,20 +279,22 @@ class Transformer(nn.Module):
         places = self._places[length, device]
         if batch.segment_BL is None:
             return places
-        sights = (self._sights(length, part, device, batch.segment_BL) for part in slices)
-        return [replace(place, sights=of_documents) for place, of_documents in zip(places, sights, strict=True)]
+        masks = (self._masks(length, part, device, batch.segment_BL) for part in slices)
+        return [replace(place, masks=of_documents) for place, of_documents in zip(places, masks, strict=True)]
 
     def place(self, length: int, part: range, device: torch.device) -> Place:
         """Return this rank's positions of one slice of sequences of a length, and the keys that they see."""
         chunks = self.layout.chunks(part)
         position_S = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
-        return Place(position_S, self._sights(length, part, device))
+        return Place(position_S, self._masks(length, part, device))
 
-    def _sights(self, length: int, part: range, device: torch.device, segment_BL: torch.Tensor | None = None) -> dict[str, Sight]:
+    def _masks(
+        self, length: int, part: range, device: torch.device, segment_BL: torch.Tensor | None = None
+    ) -> dict[str, AttentionMask]:
         layout = self.layout
         shards = [replace(layout, cp_rank=member).chunks(part) for member in range(layout.cp)]
         return {
-            name: Sight(part, length, shards, layout.cp_rank, segment_BL, window, device)
+            name: AttentionMask(part, length, shards, layout.cp_rank, segment_BL, window, device)
             for name, window in self._windows.items()
         }
 

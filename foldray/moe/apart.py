@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from foldray.blueprint import Ownership
-from foldray.comm import Communicator, Groups, Line, Pending, gather_rows, scatter_rows
+from foldray.comm import Communicator, DispatchQueue, Groups, Pending, gather_rows, scatter_rows
 from foldray.fold.routes import Routes
 from foldray.kernels.autograd import Later
 from foldray.kernels.experts import Kind
@@ -33,7 +33,7 @@ class TokenExchange:
         fold = groups.fold
         self._out, self._back = wire.out if wire else None, wire.back if wire else None
         self._receivers = [rank - fold.offset for rank in Routes(fold).receivers(groups.rank, position)]
-        self._up, self._down, self._counts, self._line = groups.rows_up, groups.rows_down, groups.row_counts, groups.rows_line
+        self._up, self._down, self._counts, self._queue = groups.rows_up, groups.rows_down, groups.row_counts, groups.rows_queue
 
     def start_counts(self, count_R: torch.Tensor) -> Pending:
         """Start to tell the experts how many rows will come."""
@@ -50,7 +50,7 @@ class TokenExchange:
         or the rows go to a GPU. There, a receive that another thread starts would come out of order, and communicators that
         share a device need one order on all ranks.
         """
-        return _receive(self._line, self._down, self._receivers, like, counts, self._back, ready)
+        return _receive(self._queue, self._down, self._receivers, like, counts, self._back, ready)
 
 
 class ExpertExchange:
@@ -62,7 +62,7 @@ class ExpertExchange:
         self._before, self._after = (
             [rank - fold.offset for rank in routes.senders(groups.rank, position)] for position in (before, after)
         )
-        self._up, self._down, self._counts, self._line = groups.rows_up, groups.rows_down, groups.row_counts, groups.rows_line
+        self._up, self._down, self._counts, self._queue = groups.rows_up, groups.rows_down, groups.row_counts, groups.rows_queue
 
     @property
     def senders(self) -> int:
@@ -75,11 +75,11 @@ class ExpertExchange:
 
     def start_rows(self, like: Rows, counts: Callable[[], Sequence[int]], ready: bool) -> Pending:
         """Start to receive rows, as soon as their numbers are known (`TokenExchange.start_back`)."""
-        return _receive(self._line, self._up, self._before, like, counts, self._out, ready)
+        return _receive(self._queue, self._up, self._before, like, counts, self._out, ready)
 
     def start_gradients(self, like: Rows, counts: Callable[[], Sequence[int]]) -> Pending:
         """Start to receive the gradients of results."""
-        return _receive(self._line, self._up, self._after, like, counts, self._out, True)
+        return _receive(self._queue, self._up, self._after, like, counts, self._out, True)
 
     def start_results(self, tensors: Rows, count_S: Sequence[int]) -> Pending:
         """Start to send results to the attention after the experts."""
@@ -98,7 +98,7 @@ def _send(
 
 
 def _receive(
-    line: Line,
+    queue: DispatchQueue,
     communicator: Communicator,
     members: Sequence[int],
     like: Rows,
@@ -112,7 +112,7 @@ def _receive(
         into = [tensor.new_empty((sum(known), *tensor.shape[1:])) for tensor in empty]
         return communicator.receive_rows(into, dict(zip(members, known, strict=True))).then(read)
 
-    return line.start(begin, ready)
+    return queue.start(begin, ready)
 
 
 class TokenHalf(nn.Module):

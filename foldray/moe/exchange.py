@@ -134,7 +134,7 @@ def _read(
 
 class AllToAll:
     """Rows travel in all-to-all-vs over EP, or between nodes. Row counts travel in an all-gather over ETP×EP, on another
-    communicator. A dispatch whose counts are still on their way waits in the line of the tokens' communicator, while the caller
+    communicator. A dispatch whose counts are still on their way waits in the queue of the tokens' communicator, while the caller
     goes on.
     """
 
@@ -142,7 +142,7 @@ class AllToAll:
         self.tokens, self.counts = groups.tokens, groups.counts
         wire = wire if self.tokens.size > 1 else None
         self._out, self._back = wire.out if wire else None, wire.back if wire else None
-        self._slices, self._line = groups.expert_slices, groups.tokens_line
+        self._slices, self._queue = groups.expert_slices, groups.tokens_queue
         self._stream: torch.cuda.Stream | None = None
         self._fold, grid = groups.fold, groups.fold.moe
         places = [grid.coordinate(rank) for rank in self.counts.ranks]
@@ -204,7 +204,7 @@ class AllToAll:
         def begin() -> Pending:
             return Pending.of(map(send, travels)).then(read)
 
-        return self._line.start(begin, ready, device=travels[0].device)
+        return self._queue.start(begin, ready, device=travels[0].device)
 
 
 class _ExchangedCounts(NamedTuple):

@@ -196,7 +196,7 @@ class _Run:
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
-                self.groups.tokens_line.advance()  # the GPU has something to do while the host waits for row counts
+                self.groups.tokens_queue.advance()  # the GPU has something to do while the host waits for row counts
         for handover in self.sending:
             handover.wait()
         for micro_batch in self.micro_batches:
@@ -214,7 +214,7 @@ class _Run:
         if op.kind == REDUCE:
             return self.gradients.start(self.graph.chunk(op))
         if op.kind == HANDOVER:
-            self.groups.tokens_line.advance()  # other stages count on the order of the list
+            self.groups.tokens_queue.advance()  # other stages count on the order of the list
             return self._hand_over(op)
         return self.micro_batches[op.micro_batch].run(op)
 

@@ -41,7 +41,7 @@ class _Past:
     """
 
     def __init__(self, coming: Pending):
-        self._coming, self._lock = coming, Lock()  # the line's thread reads it, too
+        self._coming, self._lock = coming, Lock()  # the queue's thread reads it, too
 
     @property
     def is_here(self) -> bool:

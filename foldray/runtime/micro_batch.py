@@ -18,7 +18,7 @@ import torch
 
 from foldray.comm import Pending
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
-from foldray.model import Batch, KeysAndValues, Transformer
+from foldray.model import Batch, KVCache, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.op_graphs import Computed, OpGraphs, SumOf, TokenBuffer
@@ -84,7 +84,7 @@ class MicroBatch:
         self._asides: dict[Part, _Aside] = {}
         self._tallies: dict[int, Tally] = {}  # by block: sum over the pieces so far
         self._balances: dict[int, Balance] = {}  # by block, after its last piece
-        self._memories: dict[int, KeysAndValues] = defaultdict(KeysAndValues)
+        self._memories: dict[int, KVCache] = defaultdict(KVCache)
 
     @property
     def training(self) -> bool:

@@ -51,7 +51,7 @@ class DeviceClock(Clock):
     """The clock of a GPU, which works later than the host calls. A moment is an event on a stream.
 
     The host waits for the GPU before and after a step, but not in between. So a recorded step overlaps as any other does. An
-    operation that waits in a line (`comm.Line`) counts from the moment at which it lines up.
+    operation that waits in a queue (`comm.DispatchQueue`) counts from the moment at which it lines up.
     """
 
     def __init__(self, device: torch.device):

@@ -52,7 +52,7 @@ def _drops_the_improbable(recipe: Recipe) -> bool:
 def _repeats(recipe: Recipe) -> bool:
     """Whether equal tokens at two positions may have the same hidden state, because they see the same tokens before them.
 
-    With all tokens in sight, only a sequence that begins with equal tokens has such positions; `parity.sample` makes none.
+    With all tokens in mask, only a sequence that begins with equal tokens has such positions; `parity.sample` makes none.
     """
     return recipe.model.positions == "rope" and any(window != "full" for window in recipe.model.windows)
 

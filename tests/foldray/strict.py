@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from foldray.comm import Communicator, Groups, Line, Pending
+from foldray.comm import Communicator, DispatchQueue, Groups, Pending
 from foldray.runtime import Execution
 from tests.foldray.order import Meeting, Started, check_order
 from tests.pool import RankPool, RankPools
@@ -53,7 +53,7 @@ class Ledger:
         self.started: list[Started] = []
         self._numbers: Counter[tuple] = Counter()
         self._open: dict[StrictWork, str] = {}
-        self._lock = Lock()  # a line's thread starts operations, too
+        self._lock = Lock()  # a queue's thread starts operations, too
 
     def start(self, work: StrictWork, communicator: str, kind: str, meetings: Sequence[tuple[int, ...]], single: bool) -> None:
         """Note an operation.
@@ -221,8 +221,8 @@ class StrictCommunicator(Communicator):
         return Pending([work], results)  # type: ignore[list-item]
 
 
-class _AsOnGpu(Line):
-    """A line as on a GPU: the caller starts operations itself, all-to-alls of tokens behind what it computes next."""
+class _AsOnGpu(DispatchQueue):
+    """A queue as on a GPU: the caller starts operations itself, all-to-alls of tokens behind what it computes next."""
 
     def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
         return begin() if device is None or (ready and not self._later) else self._line_up(begin)
@@ -239,8 +239,8 @@ def strict(groups: Groups, ledger: Ledger) -> Groups:
             if isinstance(each, Communicator)
         },
     )
-    for line in ("tokens_line", "rows_line"):
-        object.__setattr__(found, line, _AsOnGpu())
+    for queue in ("tokens_queue", "rows_queue"):
+        object.__setattr__(found, queue, _AsOnGpu())
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foldray.comm import Groups, Line, Pending
+from foldray.comm import DispatchQueue, Groups, Pending
 from foldray.kernels import transfer
 from foldray.recipe import Recipe
 from foldray.runtime.execution import _Run
@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     """What the host waited for in an op.
 
     Args:
-        op: kind and direction, as in "route F". "between" is between two ops, "line" is in the thread of a line.
+        op: kind and direction, as in "route F". "between" is between two ops, "queue" is in the thread of a queue.
         waits: the calls, each with the line of code.
     """
 
@@ -53,14 +53,14 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran, self._between, self._line = list[Ran](), Ran("between", []), Ran("line", [])
+        self.ran, self._between, self._queue = list[Ran](), Ran("between", []), Ran("queue", [])
         self._now = self._between
 
     def found(self) -> list[Ran]:
-        return [*self.ran, self._between, self._line]
+        return [*self.ran, self._between, self._queue]
 
     def add(self, call: str) -> None:
-        where = self._now if current_thread() is main_thread() else self._line
+        where = self._now if current_thread() is main_thread() else self._queue
         where.waits.append(f"{call} at {_caller()}")
 
     @contextmanager
@@ -95,7 +95,7 @@ def recorded(immediate: bool) -> Iterator[Recorder]:
     """Record the waits of ops.
 
     Args:
-        immediate: whether a line starts its operations at once, as on a GPU.
+        immediate: whether a queue starts its operations at once, as on a GPU.
     """
     recorder, run, hand_over, start = Recorder(), MicroBatch.run, _Run._hand_over, Gradients.start
 
@@ -122,13 +122,13 @@ def recorded(immediate: bool) -> Iterator[Recorder]:
 
         return call
 
-    def at_once(line: Line, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
+    def at_once(queue: DispatchQueue, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
         return begin()
 
     with ExitStack() as stack:
         patches = [(MicroBatch, "run", op_of(run)), (_Run, "_hand_over", op_of(hand_over)), (Gradients, "start", reduce)]
         patches += [(*each, counted(*each, copies)) for group, copies in ((COPIES, True), (READS, False)) for each in group]
-        patches += [(Line, "start", at_once)] if immediate else []
+        patches += [(DispatchQueue, "start", at_once)] if immediate else []
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         yield stack.enter_context(recorder)

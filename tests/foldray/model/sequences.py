@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foldray.blueprint import Layout
-from foldray.model.sight import Sight
+from foldray.model.attention_mask import AttentionMask
 from foldray.windows import find_window
 
 B, L, D = 2, 48, 6
@@ -55,14 +55,15 @@ ALL = [
 ]  # fmt: skip
 
 
-def sights(cuts: Sequence[range], cp: int, index: int, case: Asked, device: str = "cpu") -> list[Sight]:
-    """Return the `Sight` of a member of the context group, for each slice."""
+def masks(cuts: Sequence[range], cp: int, index: int, case: Asked, device: str = "cpu") -> list[AttentionMask]:
+    """Return the `AttentionMask` of a member of the context group, for each slice."""
     shards = [[Layout(cp, cp_rank=i).chunks(part) for i in range(cp)] for part in cuts]
     segment_BL, window = segments(case.documents), find_window(case.window)
     if segment_BL is not None:
         segment_BL = segment_BL.to(device)
     return [
-        Sight(part, L, shard, index, segment_BL, window, torch.device(device)) for part, shard in zip(cuts, shards, strict=True)
+        AttentionMask(part, L, shard, index, segment_BL, window, torch.device(device))
+        for part, shard in zip(cuts, shards, strict=True)
     ]
 
 

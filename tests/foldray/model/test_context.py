@@ -17,10 +17,10 @@ from foldray.fold import Fold
 from foldray.kernels import attention as kernels
 from foldray.kernels.attention import Mask, attend, attend_backward, merge
 from foldray.model import context
+from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode as Mode
 from foldray.model.context import context_attention
-from foldray.model.sight import Sight
-from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
+from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, masks, reference
 
 MODES: list[Mode] = ["ring", "all_gather"]
 WHOLE = Asked()
@@ -31,8 +31,8 @@ def _attended(data: list[Tensor], communicator: Communicator, mode: Mode, case: 
     shard = Layout(communicator.size, cp_rank=communicator.index).shard(range(L))
     q, k, v, dout = (x[:, :, shard] for x in data)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    (sight,) = sights([range(L)], communicator.size, communicator.index, case, device)
-    y = context_attention(*inputs, communicator, mode, sight)
+    (mask,) = masks([range(L)], communicator.size, communicator.index, case, device)
+    y = context_attention(*inputs, communicator, mode, mask)
     return [y.detach(), *torch.autograd.grad(y, inputs, dout)]
 
 
@@ -119,8 +119,8 @@ def _sent(rank: int, cp: int, mode: Mode, dtype: torch.dtype) -> list[dict[str, 
         counts.append({operation: (count.calls, count.inside_bytes) for (_, operation), count in taken})
         groups.traffic.clear()
 
-    (sight,) = sights([range(L)], cp, groups.context.index, WHOLE)
-    y = context_attention(q, k.requires_grad_(), v, groups.context, mode, sight)
+    (mask,) = masks([range(L)], cp, groups.context.index, WHOLE)
+    y = context_attention(q, k.requires_grad_(), v, groups.context, mode, mask)
     count()
     y.backward(dout)
     count()
@@ -161,14 +161,14 @@ def _events(rank: int, mode: Mode, documents: str | None) -> tuple[list[str], li
 
         return run
 
-    (sight,) = sights([range(L)], 4, groups.context.index, Asked(documents))
+    (mask,) = masks([range(L)], 4, groups.context.index, Asked(documents))
     q, k, v, dout = (x[:, :, : L // 4].clone() for x in data_of((4, 2), torch.float32, 0))
     with (
         mock.patch.object(Communicator, "shift", noted_shift),
         mock.patch.object(context, "attend", noted(attend)),
         mock.patch.object(context, "attend_backward", noted(attend_backward)),
     ):
-        y = context_attention(q.requires_grad_(), k, v, groups.context, mode, sight)
+        y = context_attention(q.requires_grad_(), k, v, groups.context, mode, mask)
         forward = events.copy()
         events.clear()
         y.backward(dout)
@@ -204,12 +204,12 @@ def test_parts_that_no_document_crosses_are_skipped(ranks, mode: Mode) -> None:
 
 
 def test_mistakes_are_named() -> None:
-    alone, (sight,) = Groups.create(Fold(1)).context, sights([range(L)], 1, 0, Asked())
+    alone, (mask,) = Groups.create(Fold(1)).context, masks([range(L)], 1, 0, Asked())
     q, k, v, _ = data_of((4, 2), torch.float32, 0)
     with pytest.raises(ValueError, match="legal are 'ring', 'all_gather'"):
-        context_attention(q, k, v, alone, "rings", sight)  # type: ignore[arg-type]
+        context_attention(q, k, v, alone, "rings", mask)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"whole sequences have \(2, 48\)"):
-        context_attention(q, k, v, alone, "ring", Sight(range(L), L, sight.shards, 0, torch.zeros(B, 5)))
+        context_attention(q, k, v, alone, "ring", AttentionMask(range(L), L, mask.shards, 0, torch.zeros(B, 5)))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from foldray.blueprint import Layout
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import slices as module
-from foldray.model.sight import Sight
-from foldray.model.slices import KeysAndValues, slice_attention
-from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, reference, sights
+from foldray.model.attention_mask import AttentionMask
+from foldray.model.slices import KVCache, slice_attention
+from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, masks, reference
 
 WHOLE = Asked()
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
@@ -22,30 +22,30 @@ CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
 
 def sliced(
     data: list[Tensor], communicator: Communicator, cut: tuple[int, ...], case: Asked = WHOLE, again: bool = False
-) -> tuple[list[Tensor], KeysAndValues]:
+) -> tuple[list[Tensor], KVCache]:
     """Return the output and the gradients of this rank's shard, with the slices forward in order and backward reversed.
 
     Several ranks gather keys and values before attention of a slice, and sum up their gradient after its backward.
     """
-    layout, memory = Layout(communicator.size, cp_rank=communicator.index, slices=cut), KeysAndValues()
+    layout, memory = Layout(communicator.size, cp_rank=communicator.index, slices=cut), KVCache()
     graphs, outs = [], []
     slices = layout.cut(L)
-    for part, sight in zip(slices, sights(slices, communicator.size, communicator.index, case), strict=True):
+    for part, mask in zip(slices, masks(slices, communicator.size, communicator.index, case), strict=True):
         q, k, v = leaves = [x[:, :, layout.shard(part)].requires_grad_() for x in data[:3]]
         if communicator.size > 1:
-            gathered = sight.in_order(communicator.all_gather(torch.cat((k.detach(), v.detach()), dim=-1)))
-            memory.put(*gathered.split((k.shape[-1], v.shape[-1]), dim=-1), sight)
+            gathered = mask.in_order(communicator.all_gather(torch.cat((k.detach(), v.detach()), dim=-1)))
+            memory.put(*gathered.split((k.shape[-1], v.shape[-1]), dim=-1), mask)
         for _ in range(1 + again):
-            out = slice_attention(q, memory, sight, *((k, v) if communicator.size == 1 else ()))
-        graphs.append((out, leaves, data[3][:, :, layout.shard(part)], sight))
+            out = slice_attention(q, memory, mask, *((k, v) if communicator.size == 1 else ()))
+        graphs.append((out, leaves, data[3][:, :, layout.shard(part)], mask))
         outs.append(out.detach())
     found = []
-    for out, (q, k, v), dout, sight in reversed(graphs):
+    for out, (q, k, v), dout, mask in reversed(graphs):
         if communicator.size == 1:
             found.insert(0, torch.autograd.grad(out, (q, k, v), dout))
             continue
         (dq,) = torch.autograd.grad(out, (q,), dout)
-        block = communicator.reduce_scatter(sight.by_member(memory.take_gradient(sight))).to(k.dtype)
+        block = communicator.reduce_scatter(mask.by_member(memory.take_gradient(mask))).to(k.dtype)
         found.insert(0, (dq, *block.split((k.shape[-1], v.shape[-1]), dim=-1)))
     return [torch.cat(outs, 2), *(torch.cat(each, 2) for each in zip(*found, strict=True))], memory
 
@@ -112,7 +112,7 @@ def test_keys_and_values_are_kept_once_and_their_gradients_added_in_place(monkey
 
 def test_documents_that_lie_elsewhere_are_not_met() -> None:
     segment_BL = torch.arange(2).repeat_interleave(24).repeat(B, 1)
-    parts = [Sight(part, L, [[part]], 0, segment_BL).parts[0] for part in (range(16), range(16, 36), range(36, 48))]
+    parts = [AttentionMask(part, L, [[part]], 0, segment_BL).parts[0] for part in (range(16), range(16, 36), range(36, 48))]
     assert [[(part.keys, part.mask if part.mask in ("causal", None) else "mask") for part in each] for each in parts[:1]] == [
         [(slice(0, 16), "causal")]
     ]

@@ -13,7 +13,7 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, Transformer
 from foldray.model.attention import Place, rotate, rotation
-from foldray.model.sight import Sight
+from foldray.model.attention_mask import AttentionMask
 from tests.foldray.parity import MODEL, model_of
 
 FOLDS = [
@@ -150,7 +150,7 @@ def test_masked_documents_do_not_see_each_other() -> None:
     before, after = (model.logits(t, segments) for t in (text, changed))
     torch.testing.assert_close(after[:, 3:], before[:, 3:])
     assert not torch.allclose(after[:, 1:3], before[:, 1:3])
-    mask = Sight(range(8), 8, [[range(8)]], 0, segments).mask(range(8), [range(8)])
+    mask = AttentionMask(range(8), 8, [[range(8)]], 0, segments).mask(range(8), [range(8)])
     assert mask[0, 0].sum().item() == 6 + 15
 
 

@@ -72,8 +72,8 @@ CASES = {
 # If experts have ranks of their own, a token has one row for each rank that it goes to. So the sizes of most tensors depend on
 # what tokens choose.
 APART_TOKENS = {"route F": 1, "dispatch F": 1, "combine F": 1, "merge B": 1}
-APART_EXPERTS = {"expert F": 2, "line": None}  # the line's thread reads how many rows come
-APART_SLICES = {"expert F": 3, "line": None}  # ranks that share an expert tell each other how many rows they have
+APART_EXPERTS = {"expert F": 2, "queue": None}  # the queue's thread reads how many rows come
+APART_SLICES = {"expert F": 3, "queue": None}  # ranks that share an expert tell each other how many rows they have
 
 
 def recipe_of(case: Case) -> Recipe:

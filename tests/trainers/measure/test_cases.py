@@ -12,8 +12,8 @@ import torch
 
 from foldray.comm import Groups, Pending
 from foldray.model import IGNORED, Transformer
+from foldray.model.attention_mask import AttentionMask
 from foldray.model.layers import FeedForward
-from foldray.model.sight import Sight
 from foldray.moe.router import Balance, Sequences, TopKGate
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
@@ -152,8 +152,8 @@ def _twice(differentiate: Any) -> Any:
 FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "as it is": ("tp2-cp2-ep4", Gradients, "finish", _doubled_gradients),
     "masked tokens": ("tp2-ep2-etp2", Weights, "__init__", _mean_over_ranks),
-    "documents": ("tp2-cp2-ep4", Sight, "_one_document", _one_document),
-    "window": ("tp2-cp2-ep4", Sight, "mask", _without_window),
+    "documents": ("tp2-cp2-ep4", AttentionMask, "_one_document", _one_document),
+    "window": ("tp2-cp2-ep4", AttentionMask, "mask", _without_window),
     "router": ("tp2-cp2-ep4", Transformer, "parameters_of", _detached_router),
     "balance loss": ("tp2-cp2-ep4", Balance, "slopes", _slopes(2.0, 1.0)),
     "z-loss": ("tp2-cp2-ep4", Balance, "slopes", _slopes(1.0, 2.0)),

@@ -1,4 +1,4 @@
-"""The line of a communicator: operations start in order, and the caller never waits for what one of them lacks."""
+"""The queue of a communicator: operations start in order, and the caller never waits for what one of them lacks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foldray.comm import Line, Pending
+from foldray.comm import DispatchQueue, Pending
 
 
 @pytest.fixture
-def line() -> Iterator[Line]:
-    line = Line()
-    yield line
-    line.close()
+def queue() -> Iterator[DispatchQueue]:
+    queue = DispatchQueue()
+    yield queue
+    queue.close()
 
 
 class Operation:
@@ -30,20 +30,20 @@ class Operation:
         return Pending([], (torch.tensor(self.number),))
 
 
-def test_an_operation_that_lacks_nothing_starts_at_once(line: Line) -> None:
+def test_an_operation_that_lacks_nothing_starts_at_once(queue: DispatchQueue) -> None:
     started: list[int] = []
     operation = Operation(7, started)
     operation.release.set()
-    pending = line.start(operation.begin, ready=True)
+    pending = queue.start(operation.begin, ready=True)
     assert started == [7]
     assert not pending.is_running
     assert pending.wait()[0] == 7
 
 
-def test_operations_start_in_order_while_the_caller_goes_on(line: Line) -> None:
+def test_operations_start_in_order_while_the_caller_goes_on(queue: DispatchQueue) -> None:
     started: list[int] = []
     operations = [Operation(number, started) for number in range(4)]
-    pendings = [line.start(each.begin, ready=each.number % 2 == 1) for each in operations]
+    pendings = [queue.start(each.begin, ready=each.number % 2 == 1) for each in operations]
     for each in reversed(operations[1:]):
         each.release.set()
     assert started == [], "all wait behind the first one"
@@ -52,13 +52,13 @@ def test_operations_start_in_order_while_the_caller_goes_on(line: Line) -> None:
     assert [int(pending.wait()[0]) for pending in pendings] == [0, 1, 2, 3]
     assert started == [0, 1, 2, 3]
     assert pendings == sorted(pendings, key=lambda pending: pending.began)
-    assert line.start(operations[0].begin, ready=True).wait()[0] == 0
+    assert queue.start(operations[0].begin, ready=True).wait()[0] == 0
 
 
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_the_end_is_told_however_early_somebody_asks(line: Line, asked_before: bool) -> None:
+def test_the_end_is_told_however_early_somebody_asks(queue: DispatchQueue, asked_before: bool) -> None:
     operation, told = Operation(1, []), threading.Event()
-    pending = line.start(operation.begin, ready=False)
+    pending = queue.start(operation.begin, ready=False)
     if not asked_before:
         operation.release.set()
         pending.wait()
@@ -69,11 +69,11 @@ def test_the_end_is_told_however_early_somebody_asks(line: Line, asked_before: b
     assert told.wait(60)
 
 
-def test_an_error_is_raised_where_the_result_is_needed(line: Line) -> None:
+def test_an_error_is_raised_where_the_result_is_needed(queue: DispatchQueue) -> None:
     def fail() -> Pending:
         raise RuntimeError("the peer is gone")
 
-    pending = line.start(fail, ready=False)
+    pending = queue.start(fail, ready=False)
     (future,) = pending.when_done(lambda: None)
     with pytest.raises(RuntimeError, match="the peer is gone"):
         pending.wait()
@@ -81,4 +81,4 @@ def test_an_error_is_raised_where_the_result_is_needed(line: Line) -> None:
         future.wait()
     operation = Operation(2, [])
     operation.release.set()
-    assert line.start(operation.begin, ready=False).wait()[0] == 2, "the line goes on"
+    assert queue.start(operation.begin, ready=False).wait()[0] == 2, "the queue goes on"

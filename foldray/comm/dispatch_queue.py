@@ -1,4 +1,4 @@
-"""A line in front of a communicator: operations start in order, without making the caller wait for what they need."""
+"""A queue in front of a communicator: operations start in order, without making the caller wait for what they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.futures import Future, collect_all
 from foldray.comm.communicator import Pending
 
 
-class Line:
+class DispatchQueue:
     """Starts operations in the order in which they come.
 
     An operation may need something that is still on its way, such as the sizes of its messages. Then a thread waits for it
@@ -22,7 +22,7 @@ class Line:
     their operations in the same order.
 
     On a GPU there is no thread. The caller goes on with what it can give the GPU, and then calls `advance`. An operation waits
-    only for what the GPU had to do when it came into the line, on a stream of its own.
+    only for what the GPU had to do when it came into the queue, on a stream of its own.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Line:
         self._thread: Thread | None = None
 
     def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
-        """Start an operation at once, or put it at the end of the line. If it is `ready`, `begin` would not wait."""
+        """Start an operation at once, or put it at the end of the queue. If it is `ready`, `begin` would not wait."""
         if device is not None and device.type == "cuda":
             return begin() if ready and not self._later else self._line_up(self._beside(begin, device))
         with self._lock:
@@ -49,7 +49,7 @@ class Line:
         return queued
 
     def advance(self) -> None:
-        """On a GPU, start all operations that are in line. The host waits for what they need."""
+        """On a GPU, start all operations in the queue. The host waits for what they need."""
         while self._later:
             self._later.popleft().begin()
 
@@ -73,7 +73,7 @@ class Line:
         return begin_beside
 
     def close(self) -> None:
-        """End the thread, after the operations that are in line."""
+        """End the thread, after the operations in the queue."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread = None
@@ -87,7 +87,7 @@ class Line:
 
 
 class _QueuedOperation(Pending):
-    """An operation in line. `wait` waits until it has started (`advance` starts all in line), and then for its end."""
+    """An operation in the queue. `wait` waits until it has started (`advance` starts all of the queue), and then for its end."""
 
     def __init__(self, begin: Callable[[], Pending], advance: Callable[[], None] | None = None):
         super().__init__([], ())

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class AttentionMask:
     """The keys that this rank's queries of a slice see. The slice may be the whole sequence of `length` tokens.
 
     Args:
