@@ -88,7 +88,7 @@ def test_a_fold_routes_as_one_process_does(ranks, name: str, skew: float) -> Non
     model = {**given.pop("model", {})}
     model["router"] = {"balance_loss": 0.1, "z_loss": 0.01, **model.get("router", {}), "skew": skew}
     recipe = make_recipe(workers, given.pop("fold"), model={**MODEL, **model}, **given)
-    found, reference = ranks(workers).run(train, recipe, timeout=120), one_process(recipe)
+    found, reference = ranks(workers).run(train, recipe, timeout=240), one_process(recipe)
     assert worst(found, reference, relative=True)[0] < 1e-10
     for part in found:
         assert part["losses"][0] == pytest.approx(reference["losses"][0], abs=1e-12)

@@ -124,7 +124,7 @@ def _notice(job: Hurt) -> None:
     why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "30"]
     address = f"{job.nodes[0].address}:6379"
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node, *why]
-    done = job.nodes[0].run(command, env=job.cluster.env, timeout=60)
+    done = job.nodes[0].run(command, env=job.cluster.env, timeout=600)
     if done.returncode != 0:
         raise RuntimeError(done.stdout + done.stderr)
 

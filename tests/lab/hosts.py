@@ -177,4 +177,4 @@ def _ip(*arguments: str) -> str:
 
 
 def _call(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout

@@ -31,7 +31,7 @@ request = urllib.request.Request(sys.argv[1] + "/nodes?view=summary", headers={"
 end, seen = time.monotonic() + float(sys.argv[3]), None
 while time.monotonic() < end:
     try:
-        nodes = json.load(urllib.request.urlopen(request, timeout=5))["data"]["summary"]
+        nodes = json.load(urllib.request.urlopen(request, timeout=60))["data"]["summary"]
         seen = sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
     except (OSError, ValueError, KeyError) as error:
         seen = repr(error)

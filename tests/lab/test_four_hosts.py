@@ -101,5 +101,5 @@ def test_a_job_that_is_stopped_saves_a_checkpoint(lab: list[Host], cluster: Clus
 def test_records_go_to_the_drivers_node(lab: list[Host], cluster: Cluster) -> None:
     """On another node they would be lost with that node."""
     program = [sys.executable, "-c", _QUEUES, f"{lab[0].address}:6379"]
-    done = lab[0].run(program, timeout=120, env=cluster.env, cwd=repository())
+    done = lab[0].run(program, timeout=_LIMIT, env=cluster.env, cwd=repository())
     assert done.returncode == 0, done.stderr

@@ -32,8 +32,8 @@ def test_a_shaped_link_carries_what_it_should(size: int) -> None:
         receiver = far.popen([sys.executable, "-c", _RECEIVE], stdout=subprocess.PIPE, text=True)
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "listens\n"
-        near.run([sys.executable, "-c", _SEND, far.address, size], timeout=60)
-        received, seconds = receiver.communicate(timeout=60)[0].split()
+        near.run([sys.executable, "-c", _SEND, far.address, size], timeout=600)
+        received, seconds = receiver.communicate(timeout=600)[0].split()
     assert int(received) == size
     assert float(seconds) > 0.9 * (size - 2 * BURST) * 8 / 80e6, "faster than the link, which has two ends"
 
@@ -67,7 +67,7 @@ def _fail_with_a_stubborn_process(seen: list[tuple[Host, subprocess.Popen]]) -> 
 def test_a_command_has_its_time_and_its_core() -> None:
     with hosts(1) as (host,):
         cores = "import os; print(os.sched_getaffinity(0), os.environ['GLOO_SOCKET_IFNAME'])"
-        assert host.run([sys.executable, "-c", cores], timeout=20, cpu=0).stdout == f"{{0}} {host.interface}\n"
+        assert host.run([sys.executable, "-c", cores], timeout=200, cpu=0).stdout == f"{{0}} {host.interface}\n"
         with pytest.raises(subprocess.TimeoutExpired):
             host.run(["sh", "-c", "sleep 3600 & sleep 3600"], timeout=0.5)
         assert host.processes() == []
@@ -75,14 +75,14 @@ def test_a_command_has_its_time_and_its_core() -> None:
 
 def _reaches(host: Host, address: str) -> str:
     connect = f"import socket; socket.create_connection(({address!r}, 9), timeout=2)"
-    return host.run([sys.executable, "-c", connect], timeout=20).stderr.splitlines()[-1].partition(":")[0]
+    return host.run([sys.executable, "-c", connect], timeout=200).stderr.splitlines()[-1].partition(":")[0]
 
 
 def test_a_part_of_a_core_is_no_more() -> None:
     spin = "import time; end = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
     try:
         with part_of_core(0.25) as part, hosts(1) as (host,):
-            took = float(host.run([sys.executable, "-c", spin], timeout=60, part=part).stdout)
+            took = float(host.run([sys.executable, "-c", spin], timeout=600, part=part).stdout)
     except OSError as error:
         pytest.skip(str(error))
     assert 0 < took < 0.8, "more than a quarter of two seconds, with room for the start"

@@ -99,7 +99,7 @@ def test_a_job_without_the_clusters_token_is_refused_in_one_line(submit: Command
 def test_joining_without_the_clusters_token_is_refused_in_one_line(lab: list[Host], cluster: Cluster, tmp_path: Path) -> None:
     train = [*_FOLDRAY, "train", _RECIPE, f"cluster.storage={tmp_path / 'runs'}", "--address", f"{lab[0].address}:6379"]
     env = {**cluster.env, "RAY_AUTH_TOKEN_PATH": "", "HOME": str(tmp_path)}
-    done = lab[2].run(train, timeout=60, env=env, cwd=repository())
+    done = lab[2].run(train, timeout=600, env=env, cwd=repository())
     _assert_refused(done, "foldray: cluster.address=", "the cluster requires its token")
 
 

@@ -1,4 +1,4 @@
-"""Ray actors that form one world of ranks and run many functions, one after another.
+"""Ray actors that form one world of ranks and run functions: many, one after another, or one (`on_workers`).
 
 A `TorchTrainer` takes ten seconds to start for every function. Such a group of actors starts once, in two seconds, and then
 a call takes milliseconds. The group has no checkpoints and does not restart ranks. After the loss of a rank, the caller has
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,14 +22,17 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from foldray.comm import Groups
 from foldray.errors import UserError
+from foldray.fold import Edges
 from foldray.recipe import Recipe
+from trainers.cluster import joining
 from trainers.cluster.joining import resources
 from trainers.cluster.seating import NODE_ID, chosen_nodes, seated, traffic_of
-from trainers.cluster.workers import environment
+from trainers.cluster.workers import environment, selectors
 
 MEMORY = "memory"
-_PLACED_S, _JOINED_S = 60.0, 60.0  # seconds for actors to be placed, and to find each other
+_PLACED_S, _JOINED_S = 180.0, 300.0  # seconds for actors to be placed, and to find each other
 
 
 class RankFailure(Exception):
@@ -48,21 +52,24 @@ class Ranks:
     Args:
         recipe: its section `cluster` says how many ranks to start, and with which resources.
         nodes: ids of the nodes to use; None lets Ray place the ranks as the recipe says.
+        traffic: what ranks send to each other, by which they get their nodes; None is the traffic of the recipe.
 
     Attributes:
         hosts: addresses of the nodes that the ranks run on, in the order of ranks.
     """
 
-    def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None):
-        spec, self._traffic = recipe.cluster, traffic_of(recipe)
-        needs, options = resources(recipe), {}
+    def __init__(self, recipe: Recipe, nodes: Sequence[str] | None = None, traffic: Edges | None = None):
+        spec, self._traffic = recipe.cluster, traffic_of(recipe) if traffic is None else traffic
+        needs, where = resources(recipe), selectors(recipe)
+        self._wanted = [str(sorted(labels.items())) for labels in where]
         if nodes is not None:
             share = -(-spec.workers // len(nodes))
             chosen: list[str] | None = [nodes[rank // share] for rank in range(spec.workers)]
         else:
-            chosen = chosen_nodes(self._traffic, needs) if spec.placement == "PACK" else None
+            chosen = chosen_nodes(self._traffic, needs) if spec.placement == "PACK" and not any(where) else None
         if chosen is not None:
-            options["bundle_label_selector"] = [{NODE_ID: node} for node in chosen]
+            where = [{**labels, NODE_ID: node} for labels, node in zip(where, chosen, strict=True)]
+        options: dict[str, Any] = {"bundle_label_selector": where} if any(where) else {}
         self._actors: list[Any] = []
         self._placement: PlacementGroup = placement_group([needs] * spec.workers, strategy=spec.placement, **options)
         try:
@@ -81,8 +88,7 @@ class Ranks:
             options["scheduling_strategy"], options["runtime_env"] = strategy, {"env_vars": environment(recipe)}
             self._actors.append(make(**options).remote(recipe.cluster.cpus_per_worker))
         places = self._wait([actor.where.remote() for actor in self._actors], _JOINED_S)
-        anywhere = [""] * len(places)
-        order = seated(self._traffic, [node for node, _ in places], anywhere, anywhere)
+        order = seated(self._traffic, [node for node, _ in places], self._wanted, self._wanted)
         self._actors = actors = [self._actors[number] for number in order]
         host = places[order[0]][1]
         address = f"tcp://{host}:{self._wait([actors[0].free_port.remote()], _JOINED_S)[0]}"
@@ -91,11 +97,11 @@ class Ranks:
         joins = [actor.join.remote(address, rank, len(actors), backend) for rank, actor in enumerate(actors)]
         self._wait(joins, _JOINED_S)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float | None) -> list[Any]:
         """Call `function(state, *arguments)` on all ranks at once, and return the results by rank.
 
         `state` is a dictionary that a rank keeps from call to call. If a rank fails, or if the call takes longer than `timeout`
-        seconds, it raises RankFailure.
+        seconds, it raises RankFailure. None is any time.
         """
         return self._wait([actor.call.remote(function, arguments) for actor in self._actors], timeout)
 
@@ -106,18 +112,55 @@ class Ranks:
         remove_placement_group(self._placement)
 
     @staticmethod
-    def _wait(calls: list[Any], timeout: float) -> list[Any]:
+    def _wait(calls: list[Any], timeout: float | None) -> list[Any]:
         """Return all results. The first failure raises, even if other ranks are still running."""
-        end, running = time.monotonic() + timeout, list(calls)
+        end, running = None if timeout is None else time.monotonic() + timeout, list(calls)
         try:
             while running:
-                done, running = ray.wait(running, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+                done, running = ray.wait(running, num_returns=1, timeout=end and max(0.0, end - time.monotonic()))
                 if not done:
                     raise RankFailure(f"took more than {timeout:.0f} s")
                 ray.get(done)
             return ray.get(calls)
         except (RayError, GetTimeoutError) as error:
             raise RankFailure(_reason(error)) from error
+
+
+def on_workers(
+    recipe: Recipe, function: Callable[..., Any], told: str = "", by_node: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Run `function(recipe, groups, device, **options)` once on a recipe's workers, and return the result of the first rank.
+
+    Args:
+        told: what to say on standard error when the workers start.
+        by_node: whether ranks are numbered node by node, instead of by the traffic of the recipe.
+
+    Raises:
+        UserError: a worker has found a user's mistake.
+        RankFailure: a worker failed otherwise.
+    """
+    joining.connect(recipe, crowded=True)
+    joining.check_room(recipe)
+    if told:
+        print(told, file=sys.stderr)
+    ranks = Ranks(recipe, traffic=Edges(recipe.placed_fold, ()) if by_node else None)
+    try:
+        result = ranks.call(_once, recipe.model_dump(mode="json"), function, options, timeout=None)[0]
+    except RankFailure as failure:
+        cause = getattr(failure.__cause__, "cause", None)
+        raise cause if isinstance(cause, UserError) else failure from failure.__cause__
+    finally:
+        ranks.close()
+    assert isinstance(result, dict), f"the first worker returned {result!r} instead of a dict"
+    return result
+
+
+def _once(state: dict[str, Any], given: dict[str, Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    recipe = Recipe.parse(given)
+    groups = Groups.create(recipe.placed_fold, state["rank"])
+    result = function(recipe, groups, state["device"], **options)
+    groups.close()
+    return result
 
 
 class _Rank:

@@ -21,7 +21,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
 from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
-from trainers.cluster import workers
+from trainers.cluster.actors import on_workers
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import wait_for
 from trainers.telemetry.records import as_json as to_json
@@ -44,7 +44,7 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
         raise UserError("rounds", rounds, "must be at least 1")
     chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
     message = f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …"
-    timings = workers.on_workers(recipe, _bench_loop, "bench", message, orderings=list(chosen.values()), rounds=rounds)
+    timings = on_workers(recipe, _compare, message, orderings=list(chosen.values()), rounds=rounds)
     measured = zip(chosen.values(), timings["measured"], timings["bounds"], strict=True)
     results = [{**_result(recipe, ordering, times), "bound_ms": bound} for ordering, times, bound in measured]
     cost = _slice_cost(timings["slices"])
@@ -66,7 +66,7 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
         check_picture(picture)
     if trace is not None:
         check_folder("trace", trace)
-    result = workers.on_workers(recipe, _timeline_loop, "timeline", f"a step on {recipe.cluster.workers} workers …")
+    result = on_workers(recipe, _record, f"a step on {recipe.cluster.workers} workers …")
     graph, recordings = result["graph"], result["recordings"]
     ranks = [recording.spans for recording in recordings]
     expected = {name: replay(graph, recordings, rank) for name, rank in shown(recipe).items()}
@@ -112,16 +112,18 @@ def _defaults(recipe: Recipe) -> dict[str, Ordering]:
     return orderings
 
 
-def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    recipe, groups, device = workers.worker(config)
+def _compare(
+    recipe: Recipe, groups: Groups, device: torch.device, orderings: Sequence[Ordering], rounds: int
+) -> dict[str, Any] | None:
+    """Measure orderings in turns on a rank, and return their times on the fold's first one."""
     engine = make_engine(recipe, groups, device)
     execution, trace = engine.execution, Trace(device)
-    measured: list[list[dict[str, float]]] = [[] for _ in config["orderings"]]
+    measured: list[list[dict[str, float]]] = [[] for _ in orderings]
     slices: list[tuple[int, int, float]] = []
     bounds: list[float] = []
     learnt: dict[Ordering, Ordering] = {}  # orderings whose chunks depend on measured op times → the same with these times
-    for number in range(WARM_UP + config["rounds"]):
-        for ordering, rounds in zip(config["orderings"], measured, strict=True):
+    for number in range(WARM_UP + rounds):
+        for ordering, turns in zip(orderings, measured, strict=True):
             execution.reorder(learnt.get(ordering, ordering))
             execution.trace = trace
             graph, *_ = timed_step(recipe, engine, groups, device)
@@ -133,15 +135,15 @@ def _bench_loop(config: dict[str, Any]) -> dict[str, Any] | None:
             _, seconds, _ = timed_step(recipe, engine, groups, device)  # recording takes time, so another step is timed
             longest = slowest(groups, times | {"step_ms": seconds * 1e3}, device)
             if number >= WARM_UP:
-                rounds.append(longest)
+                turns.append(longest)
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
-            if number == WARM_UP + config["rounds"] - 1:
+            if number == WARM_UP + rounds - 1:
                 bounds.append(recorded_bound(*recorded(engine, trace, groups, graph)) * 1e3)
     return {"measured": measured, "slices": slices, "bounds": bounds} if groups.rank == groups.fold.offset else None
 
 
-def _timeline_loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    recipe, groups, device = workers.worker(config)
+def _record(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
+    """Record a step on a rank, and return it as all ranks have recorded it on the fold's first one."""
     engine = make_engine(recipe, groups, device)
     trace = engine.execution.trace = Trace(device)
     for _ in range(WARM_UP + 1):

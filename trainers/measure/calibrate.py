@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 import yaml
 
+from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
-from trainers.cluster import workers
+from trainers.cluster.actors import on_workers
 from trainers.measure.speeds import measured
 from trainers.telemetry.records import as_json as to_json
 
@@ -21,7 +23,7 @@ def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
     if path.suffix not in (".yaml", ".yml") or not path.absolute().parent.is_dir():
         raise UserError("out", path, "must be a .yaml file in a folder that exists")
     message = f"measuring {recipe.cluster.workers} workers …"
-    result = workers.on_workers(recipe, _loop, "calibrate", message, by_node=True, hardware_name=path.stem)
+    result = on_workers(recipe, _measure, message, by_node=True, name=path.stem)
     hardware = Hardware.model_validate(result["hardware"])
     write_hardware("out", path, hardware)
     print(to_json(hardware.model_dump()) if as_json else _table(hardware, path))
@@ -36,11 +38,9 @@ def write_hardware(field: str, path: Path, hardware: Hardware) -> None:
         raise UserError(field, path, f"cannot be written ({error.strerror or error})") from None
 
 
-def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    recipe, groups, device = workers.worker(config)
+def _measure(recipe: Recipe, groups: Groups, device: torch.device, name: str) -> dict[str, Any] | None:
     node = int(ray.get_runtime_context().get_node_id()[:15], 16)
-    hardware = measured(recipe, groups, device, config["hardware_name"], node)
-    groups.close()
+    hardware = measured(recipe, groups, device, name, node)
     return {"hardware": hardware} if groups.rank == groups.fold.offset else None
 
 

@@ -24,7 +24,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
 from foldray.schedule import Op, StepGraph
 from foldray.timeline import Recording, replay
-from trainers.cluster import workers
+from trainers.cluster.actors import on_workers
 from trainers.measure.bench import WARM_UP, recorded, slowest, timed_step
 from trainers.telemetry.expert_health import max_over_mean, on_ranks
 from trainers.telemetry.records import as_json as to_json
@@ -41,9 +41,9 @@ def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Pa
     if picture is not None:
         check_picture(picture)
     chosen = sorted({0.0, *skews})
-    models = [_skewed(recipe, skew).model_dump(mode="json") for skew in chosen]
+    models = [_skewed(recipe, skew) for skew in chosen]
     message = f"{len(chosen)} routing patterns, {rounds} rounds, on {recipe.cluster.workers} workers …"
-    measured = workers.on_workers(recipe, _loop, "bench", message, models=models, rounds=rounds)["measured"]
+    measured = on_workers(recipe, _measure, message, models=models, rounds=rounds)["measured"]
     results = [_result(skew, turns) for skew, turns in zip(chosen, measured, strict=True)]
     if picture is not None:
         write_picture(picture, lambda path: _draw(recipe, results, path))
@@ -57,12 +57,14 @@ def _skewed(recipe: Recipe, skew: float) -> ModelSpec:
     return Recipe.parse(document).model
 
 
-def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    recipe, groups, device = workers.worker(config)
-    engine, models = make_engine(recipe, groups, device), [ModelSpec.model_validate(model) for model in config["models"]]
+def _measure(
+    recipe: Recipe, groups: Groups, device: torch.device, models: Sequence[ModelSpec], rounds: int
+) -> dict[str, Any] | None:
+    """Measure models with other patterns in turns on a rank, and return their times on the fold's first one."""
+    engine = make_engine(recipe, groups, device)
     measured: list[list[dict[str, float]]] = [[] for _ in models]
     trace = Trace(device)
-    for number in range(WARM_UP + config["rounds"]):
+    for number in range(WARM_UP + rounds):
         even: tuple[StepGraph, list[Recording]] | None = None
         for model, turns in zip(models, measured, strict=True):
             _route_by(engine, model)

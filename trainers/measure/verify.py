@@ -20,7 +20,7 @@ from foldray.blueprint import smallest_slice
 from foldray.comm import Groups
 from foldray.moe.exchange import GROUP, WIRES
 from foldray.recipe import Recipe
-from trainers.cluster import workers
+from trainers.cluster.actors import on_workers
 from trainers.measure.cases import CASES, Refused, case_recipe
 from trainers.measure.comparison import compare_gradients, compare_updates
 from trainers.telemetry.records import as_json as to_json
@@ -101,7 +101,7 @@ def verify(recipe: Recipe, shrink: bool = False, as_json: bool = False) -> int:
     """
     recipe = small(recipe) if shrink else recipe
     message = f"{recipe.placed_fold} on {recipe.cluster.workers} workers against one process …"
-    result = compared(recipe, workers.on_workers(recipe, _loop, "verify", message))
+    result = compared(recipe, on_workers(recipe, on_rank, message))
     print(to_json(result.as_dict()) if as_json else _report(result))
     return 0 if result.passed else 1
 
@@ -110,7 +110,7 @@ def verify_all(recipe: Recipe, as_json: bool = False) -> int:
     """Compare every case (`cases.CASES`) of a small recipe with the same fold, and print a table. Return 0 if all agree."""
     recipe = small(recipe)
     message = f"{recipe.placed_fold} on {recipe.cluster.workers} workers: {len(CASES)} cases …"
-    checked = judged(recipe, workers.on_workers(recipe, _case_loop, "verify", message))
+    checked = judged(recipe, on_workers(recipe, on_rank_all, message))
     print(to_json({"cases": checked}) if as_json else _case_table(checked))
     return 0 if all(case["passed"] for case in checked if "refused" not in case) else 1
 
@@ -137,10 +137,6 @@ def on_rank_all(recipe: Recipe, groups: Groups, device: torch.device, names: Ite
         if not isinstance(made, Refused):
             compared_cases[case.name] = compare_gradients(as_checked(made), groups, device, case.masked)
     return {name: differences for name, differences in compared_cases.items() if differences is not None}
-
-
-def _case_loop(config: dict[str, Any]) -> dict[str, Any]:
-    return on_rank_all(*workers.worker(config))
 
 
 def _case_table(checked: Sequence[Mapping[str, Any]]) -> str:
@@ -242,10 +238,6 @@ def _figure_lines(differences: Mapping[str, Any]) -> list[str]:
         f"  evaluation      {differences['evaluation_abs_diff']:.1e} (absolute)",
         f"  gradient norm   {differences['norm_rel_diff']:.1e}",
     ]
-
-
-def _loop(config: dict[str, Any]) -> dict[str, Any] | None:
-    return on_rank(*workers.worker(config))
 
 
 def on_rank(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:

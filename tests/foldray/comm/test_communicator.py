@@ -285,7 +285,7 @@ def _timeouts(rank: int) -> set[timedelta]:
         return made(*given, timeout=timeout, **more)
 
     with patch.object(dist, "new_group", noted):
-        groups = Groups.create(Fold(2, tp=2, ep=2), rank, timedelta(seconds=7))
+        groups = Groups.create(Fold(2, tp=2, ep=2), rank, timedelta(seconds=1007))
         groups.process_group("tp")
     groups.close()
     return found
@@ -293,7 +293,7 @@ def _timeouts(rank: int) -> set[timedelta]:
 
 def test_every_group_has_the_timeout(ranks) -> None:
     """With another one, ranks would wait much longer for a rank that stands still."""
-    assert ranks(2).run(_timeouts) == [{timedelta(seconds=7)}] * 2
+    assert ranks(2).run(_timeouts) == [{timedelta(seconds=1007)}] * 2
 
 
 def _refusals(rank: int) -> list[str]:

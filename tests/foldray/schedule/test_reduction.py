@@ -239,4 +239,4 @@ def test_costs_are_read_from_a_recorded_step() -> None:
     found = op_costs(graph, [Recording(order, spans)])
     assert dict(found.seconds)["attention", "B", 0] == pytest.approx(2.0)
     assert dict(found.seconds)["dispatch", "F", 1] == pytest.approx(0.5)
-    assert place_reductions(graph, [op for op in order if op.kind != "reduce"], 0, "buckets") == order
+    assert place_reductions(graph, [op for op in order if op.kind != "reduce"], 0, Reduction("buckets")) == order

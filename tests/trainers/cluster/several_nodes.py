@@ -62,7 +62,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
 def start(recipe: Recipe) -> dict[str, Any]:
     group = Ranks(recipe)
-    found = group.call(_node, timeout=60)
+    found = group.call(_node, timeout=600)
     group.close()
     return {"ranks": [rank for rank, _ in found], "nodes": [node for _, node in found]}
 

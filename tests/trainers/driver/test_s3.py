@@ -109,7 +109,7 @@ def test_a_server_that_is_gone_ends_a_training_with_one_line(place: Path, s3: S3
 def test_a_server_that_is_not_there_is_refused_at_once(place: Path, s3: S3) -> None:
     s3.process.kill()
     process = start(place, f"cluster.storage=s3://bucket/runs{s3.options}")
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=600)[1]
     assert process.returncode == 2
     assert said.startswith("foldray: cluster.storage=s3://bucket/runs"), said
     assert said.count("\n") == 1

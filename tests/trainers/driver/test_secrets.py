@@ -23,7 +23,8 @@ from foldray.errors import MissingPackage, UserError
 from foldray.recipe import Recipe
 from tests.trainers.telemetry.records import run
 from trainers import FoldTrainer
-from trainers.cluster import joining, run_storage, storage_probe, workers
+from trainers.cluster import joining, run_storage, storage_probe
+from trainers.cluster.actors import Ranks, on_workers
 from trainers.driver import trainer
 from trainers.sinks import mlflow_server
 from trainers.sinks.mlflow_run import Tracker
@@ -197,9 +198,14 @@ def test_workers_are_told_no_password(ray_session: None, place: Path, tracked: s
         told.append(str(self.train_loop_config))
         return SimpleNamespace(return_value={})
 
+    def call(self: Ranks, *given: Any, **_: Any) -> list[dict[str, Any]]:
+        told.append(str(given))
+        return [{}]
+
     monkeypatch.setattr(TorchTrainer, "fit", fit)
+    monkeypatch.setattr(Ranks, "call", call)
     recipe = Recipe.load("recipe.yaml")
-    workers.on_workers(recipe, print, "test")
+    on_workers(recipe, print)
     FoldTrainer(recipe).fit()
     assert [each.count("://***@127.0.0.1:9") for each in told] == [2, 2]
     assert "HUSH" not in "".join(told)

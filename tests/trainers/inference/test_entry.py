@@ -73,7 +73,7 @@ def test_a_reader_that_goes_ends_it(step: str) -> None:
         process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
 
 
 def test_eval_scores_each_file_and_all_together(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from trainers.telemetry.metrics import METRICS
 
 def scraped(port: int, run: str) -> dict[str, dict[str, float]]:
     """Return the values that a node exports for a run, by the name of the metric, then by rank."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
