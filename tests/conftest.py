@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
@@ -45,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of tiny models would only wait for each other
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell starts what runs in the background so, and children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     share = config.getoption("--share")
     settings.load_profile("all" if share or config.getoption("--all") else "gate")
     if not hasattr(config, "workerinput"):

@@ -126,9 +126,9 @@ def _apart(_: Any) -> Any:
 def _of_own_piece(enter: Any) -> Any:
     """The next position of a rank's own shard, instead of that of the sequence."""
 
-    def wrong(self: Transformer, x_BsH: torch.Tensor, layer: int, batch: Any, place: Any) -> torch.Tensor:
+    def wrong(self: Transformer, x_BsH: torch.Tensor, layer: int, place: Any, *token_BL: torch.Tensor) -> torch.Tensor:
         next_S = torch.cat([place.position_S[1:] - 1, place.position_S[-1:]])
-        return enter(self, x_BsH, layer, batch, replace(place, position_S=next_S))
+        return enter(self, x_BsH, layer, replace(place, position_S=next_S), *token_BL)
 
     return wrong
 
