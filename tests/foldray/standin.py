@@ -151,6 +151,10 @@ class Slot(TorchDispatchMode):
         """Record `call(*inputs)` the first time, and replay it later."""
         return self._replay(key, inputs) if key in self._recorded else self._record(key, call, inputs)
 
+    def calls(self) -> dict[Any, int]:
+        """Return how many calls that compute each recording has: on a GPU, about as many kernels."""
+        return {key: len(calls) for key, (calls, _, _) in self._recorded.items()}
+
     def _record(self, key: Any, call: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         if self._memory is not None:
             raise NotCapturable(f"{key} comes after the slot has been replayed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -55,7 +56,13 @@ def captured(slots: Sequence[Slot], slot_of: Mapping[int, int]) -> type[OpGraphs
 
 
 def steps(
-    rank: int, recipe: Recipe, captures: bool, one_slot: bool = False, then: str | None = None, documents: bool = False
+    rank: int,
+    recipe: Recipe,
+    captures: bool,
+    one_slot: bool = False,
+    then: str | None = None,
+    documents: bool = False,
+    made: list[Slot] | None = None,
 ) -> list[tuple[list[float], list[torch.Tensor]]]:
     """Train, and return the losses and the sums of gradients of the last steps.
 
@@ -63,6 +70,7 @@ def steps(
         captures: whether ops are captured.
         one_slot: whether all micro-batches have one slot, though several are in flight.
         then: another schedule, whose lists replay what was recorded for the recipe's own.
+        made: gets the slots.
     """
     groups = Groups.create(recipe.placed_fold, rank)
     engine, constants, found = engine_of(recipe, groups), dict[int, torch.Tensor](), []
@@ -85,7 +93,10 @@ def steps(
         _, order = execution.step(own_batches(recipe, groups, 0, documents=documents))
         slot_of = slots_of(op.micro_batch for op in order if op.kind in CAPTURED)
         slot_of = dict.fromkeys(slot_of, 0) if one_slot else slot_of
-        ops = captured([Slot(constants) for _ in range(1 + max(slot_of.values()))], slot_of)
+        slots = [Slot(constants) for _ in range(1 + max(slot_of.values()))]
+        ops = captured(slots, slot_of)
+        if made is not None:
+            made += slots
     with mock.patch.object(micro_batch, "OpGraphs", ops):
         train()
         if then is not None:
@@ -223,3 +234,27 @@ def test_what_is_run_as_before(why: str, sections: dict[str, Any], options: dict
 def test_micro_batches_take_the_lowest_free_slot() -> None:
     assert slots_of([0, 1, 0, 2, 1, 2, 3, 3]) == {0: 0, 1: 1, 2: 0, 3: 0}
     assert slots_of([0, 1, 0, 2, 1, 3, 2, 3]) == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+MOST_CALLS = {
+    "embed F": 3, "attention F": 49, "route F": 39, "merge F": 5, "head F": 17,
+    "embed B": 2, "attention B": 79, "route B": 54, "merge B": 13, "head B": 33,
+}  # fmt: skip
+
+
+def test_ops_make_few_calls() -> None:
+    """A GPU starts about a kernel for each. More of them cost its host time, and the GPU the pauses between them."""
+    made: list[Slot] = []
+    recipe = make_recipe(
+        1,
+        model={"layers": 1, "shared_hidden": 0},
+        schedule=SCHEDULES["stream in four"],
+        precision="bfloat16",
+        moe={"experts": "grouped"},
+    )
+    steps(0, recipe, True, made=made)
+    (slot,) = made
+    most = Counter[str]()
+    for op, calls in slot.calls().items():
+        most[f"{op.kind} {op.direction}"] = max(calls, most[f"{op.kind} {op.direction}"])
+    assert {name: calls for name, calls in most.items() if calls > MOST_CALLS[name]} == {}
