@@ -11,8 +11,13 @@ from collections.abc import Callable, Hashable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-Table = dict[Hashable, Any]
-"""Results by (function, arguments)."""
+
+class Table(defaultdict[Hashable, Any]):
+    """Results by function, then by arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
 
 Rank = TypeVar("Rank")
 Arguments = ParamSpec("Arguments")
@@ -23,7 +28,7 @@ class Memo(defaultdict[Hashable, Table]):
     """All tables of one job on one device, by their keys."""
 
     def __init__(self) -> None:
-        super().__init__(dict)
+        super().__init__(Table)
 
 
 def shared(
@@ -37,10 +42,11 @@ def shared(
     def decorate(function: Callable[Concatenate[Rank, Arguments], Result]) -> Callable[Concatenate[Rank, Arguments], Result]:
         @wraps(function)
         def known(rank: Rank, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            table, key = table_of(rank), (function, *args, *kwargs.items())
-            result: Result | None = table.get(key)
+            # A search asks millions of times, so a question makes no new key.
+            results, key = table_of(rank)[function], (*args, *kwargs.items()) if kwargs else args
+            result: Result | None = results.get(key)
             if result is None:
-                result = table[key] = function(rank, *args, **kwargs)
+                result = results[key] = function(rank, *args, **kwargs)
             return result
 
         return known

@@ -71,7 +71,7 @@ class Network:
 
     fold: Fold
     device: Device
-    _known: Table = field(default_factory=dict, repr=False, compare=False)
+    _known: Table = field(default_factory=Table, repr=False, compare=False)
 
     @_once
     def shape(self, family: str) -> Shape:

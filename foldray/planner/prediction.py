@@ -93,7 +93,7 @@ class Step:
         self.layout, self.pieces = candidate.layout, candidate.pieces
         self._crowding = self.rank.device.share["crowding"]
         self._passes = Passes(candidate, self.rank)
-        self._known: Table = {}
+        self._known = Table()
 
     def fastest(self, reductions: Sequence[Reduction]) -> Reduction:
         """Return the reduction with which the step is shortest; of equal ones, the first."""
