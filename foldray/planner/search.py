@@ -288,7 +288,7 @@ class Found(NamedTuple):
 
 @contextmanager
 def _without_cycles() -> Iterator[None]:
-    """Let Python look for no cycles of objects. A search makes millions of objects and no cycle, and looking takes a quarter more."""
+    """Let Python look for no cycles of objects. A search makes millions of objects and no cycle; looking takes a quarter more."""
     looks = gc.isenabled()
     gc.disable()
     try:
