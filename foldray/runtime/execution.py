@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -18,7 +19,9 @@ from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
 from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
+from foldray.runtime.graphs import CapturedOps, Captures, compare
 from foldray.runtime.halves import micro_batch_type
+from foldray.runtime.op_graphs import OpGraphs
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
 from foldray.schedule import (
@@ -43,6 +46,11 @@ class Execution:
         gradients: the buffers that sum gradients over pieces and micro-batches. Ops add gradients; the list starts their
             reduction.
         reduces: whether the list reduces gradients; if not, the caller must do so.
+
+    Attributes:
+        captures: captures ops of training; None if all ops run as they are.
+        found: on rank 0, what was found last.
+        last: graph of the last training step.
     """
 
     def __init__(
@@ -55,8 +63,9 @@ class Execution:
     ):
         self.model, self.groups, self.gradients, self.reduces = model, groups, gradients, reduces
         self.trace: Trace | None = None
-        self.found: Found | None = None  # on rank 0, what was found last
-        self.last: StepGraph | None = None  # graph of the last training step
+        self.captures: Captures | None = None
+        self.found: Found | None = None
+        self.last: StepGraph | None = None
         self.weights: Weights | None = None
         self.reorder(ordering or Ordering())
         self._position, self._stage = groups.position, groups.stage
@@ -66,6 +75,8 @@ class Execution:
         self.ordering = ordering
         self.model.slice(ordering.slicing.attention if ordering.slicing else None)
         self._orders: dict[StepGraph, tuple[Op, ...]] = {}
+        if self.captures is not None:
+            self.captures.forget()
 
     @property
     def lacks_costs(self) -> bool:
@@ -104,8 +115,19 @@ class Execution:
         Returns:
             This rank's contributions to the losses, one for each part of a micro-batch (`ordering.batch_degree`).
         """
-        together = self.ordering.batch_degree
-        run = _Run(self, [part for batch in batches for part in batch.cut(together)], training=True)
+        parts = [part for batch in batches for part in batch.cut(self.ordering.batch_degree)]
+        compared = self.captures is not None and self.captures.begin(self.trace is not None)
+        if compared:
+            self._run(parts, captured=False)
+            eager = {parameter: view.clone() for parameter, view in self.gradients.views.items()}
+            self.gradients.zero()
+        losses = self._run(parts)
+        if compared:
+            compare(self.model, eager, self.gradients.views)
+        return losses
+
+    def _run(self, parts: Sequence[Batch], captured: bool = True) -> list[Losses]:
+        run = _Run(self, parts, training=True, captured=captured)
         self.last, self.weights = run.graph, run.weights
         return run.run()
 
@@ -171,16 +193,20 @@ class Execution:
 class _Run:
     """One pass through a list, with the state of its micro-batches and of its handovers."""
 
-    def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool):
-        model = execution.model
+    def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool, captured: bool = False):
+        model, self.gradients = execution.model, execution.gradients
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
-        self.gradients = execution.gradients
         self.order = execution.order(self.graph)
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.weights = Weights(batches, self.groups, dtype, model.spec) if training else None
         half = micro_batch_type(self.groups)
         now = perf_counter if self.trace is None else self.trace.clock.now
-        self.micro_batches = [half(model, self.graph, batch, self.gradients.sum_of, self.weights, now) for batch in batches]
+        slots = execution.captures.slots(self.order, batches, self.trace is not None) if captured and execution.captures else {}
+        self.micro_batches = []
+        for number, batch in enumerate(batches):
+            ops = partial(CapturedOps, slots[number]) if slots else OpGraphs
+            ops_of_batch = ops(model, self.graph, self.gradients.sum_of, training, now)
+            self.micro_batches.append(half(model, batch, ops_of_batch, self.weights))
         self.sending = deque[Pending]()  # handovers that may not have left
 
     def run(self) -> list[Losses]:

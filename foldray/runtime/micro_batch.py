@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,9 +20,9 @@ from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
 from foldray.model import Batch, KVCache, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
-from foldray.runtime.op_graphs import Computed, OpGraphs, SumOf, TokenBuffer
+from foldray.runtime.op_graphs import Computed, OpGraphs, TokenBuffer
 from foldray.runtime.weights import Weights
-from foldray.schedule import Op, StepGraph
+from foldray.schedule import Op
 
 Part = tuple[int, int]
 """Number of a block, and number of a piece of it (`Op.part`)."""
@@ -53,23 +52,13 @@ class MicroBatch:
     Args:
         batch: its whole sequences.
         weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
-        now: returns the moment that `graphs.began` has.
 
     Attributes:
         flight: rows and counts that travel, or wait to travel, by the op that sends them.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        graph: StepGraph,
-        batch: Batch,
-        sum_of: SumOf,
-        weights: Weights | None,
-        now: Callable[[], Any] = perf_counter,
-    ):
-        self.model, self.graph, self.batch, self.weights = model, graph, batch, weights
-        self.graphs = OpGraphs(model, graph, sum_of, self.training, now)
+    def __init__(self, model: Transformer, batch: Batch, graphs: OpGraphs, weights: Weights | None):
+        self.model, self.graph, self.batch, self.graphs, self.weights = model, graphs.graph, batch, graphs, weights
         self.losses = model.start_losses(batch)
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
         self.states: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: its output for its head

@@ -7,6 +7,7 @@ same tokens differently, a token buffer keeps the pieces (FoldMoE, section 4.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -162,11 +163,22 @@ class _Built(NamedTuple):
 class OpGraphs:
     """Computes ops and their gradients.
 
+    Args:
+        training: whether ops go backward.
+        now: returns the moment that `began` has.
+
     Attributes:
         began: the moment at which the last op that computes began to compute, after all waiting.
     """
 
-    def __init__(self, model: Transformer, graph: StepGraph, sum_of: SumOf, training: bool, now: Callable[[], Any]):
+    def __init__(
+        self,
+        model: Transformer,
+        graph: StepGraph,
+        sum_of: SumOf,
+        training: bool = True,
+        now: Callable[[], Any] = perf_counter,
+    ):
         self.model, self.graph, self.sum_of, self.training, self.now = model, graph, sum_of, training, now
         self._graphs: dict[Op, _Built] = {}  # by forward op
         self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights

@@ -12,8 +12,7 @@ What a CUDA graph would do wrong, the stand-in does wrong, too:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +20,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from foldray.runtime.graphs import each_tensor, place_like
+from foldray.schedule import Op
 
 _ALIGNED = 64  # bytes; the last bits of a result may depend on the alignment
 _OF_THE_HOST = (
@@ -53,32 +55,15 @@ class _Call(NamedTuple):
     made: Mapping[int, _View]
 
 
-def each(value: Any, change: Callable[[Any], Any]) -> Any:
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with all tensors (or views) inside it changed."""
-    if isinstance(value, Tensor | _View):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: each(part, change) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        parts = [each(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: each(getattr(value, field.name), change) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **parts)
-    return value
+    return each_tensor(value, change, (Tensor, _View))
 
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    each(value, found.append)
+    _each(value, found.append)
     return found
-
-
-def _copy(x: Tensor) -> Tensor:
-    """Return a copy with the same strides: the order in which numbers are summed may depend on them."""
-    if 0 in x.stride():
-        return x.detach().clone()
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
 
 
 def _key(x: Tensor) -> int:
@@ -98,17 +83,11 @@ class _Survey(TorchDispatchMode):
 
 
 @contextmanager
-def survey(constants: dict[int, Tensor]) -> Iterator[None]:
+def survey(constants: dict[int, StorageWeakRef]) -> Iterator[None]:
     """Find the storages that ops use in here, and that are still there afterwards. A graph may keep their addresses."""
-    held: dict[int, Tensor] = {}
     with _Survey() as found:
         yield
-    for key, weak in found.seen.items():
-        if not weak.expired():
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            if storage is not None:
-                held[key] = torch.empty(0, dtype=torch.uint8).set_(storage)
-    constants.update(held)
+    constants.update((key, weak) for key, weak in found.seen.items() if not weak.expired())
 
 
 class _Arena:
@@ -130,41 +109,50 @@ class _Arena:
         return begin
 
 
-class Slot(TorchDispatchMode):
-    """The recordings of one micro-batch in flight after another.
+class Standin:
+    """Records ops as the product's recorder of CUDA graphs does.
 
     Args:
         constants: what recorded ops may read and write beside their inputs (`survey`), by the addresses of storages.
     """
 
-    def __init__(self, constants: Mapping[int, Tensor]):
+    def __init__(self, constants: Mapping[int, StorageWeakRef]):
+        self.constants = constants
+        self.slots: dict[int, Slot] = {}
+        self.calls: dict[Op, int] = {}  # that compute, by op: on a GPU, about as many kernels
+
+    def record(self, slot: int, op: Op, call: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, Callable[..., Any]]:
+        results, replay, self.calls[op] = self.slots.setdefault(slot, Slot(self.constants)).record(call, inputs)
+        return results, replay
+
+    def forget(self) -> None:
+        self.slots = {}
+
+
+class Slot(TorchDispatchMode):
+    """The recordings of one micro-batch in flight after another."""
+
+    def __init__(self, constants: Mapping[int, StorageWeakRef]):
         super().__init__()
         self.constants = constants
-        self._arena, self._places, self._fixed = _Arena(), dict[int, int](), dict[int, Tensor]()
+        self._arena, self._places, self._fixed = _Arena(), dict[int, int](), dict[int, StorageWeakRef]()
         self._number: dict[int, int] = {}  # by address, of storages that are there
         self._alive: dict[int, StorageWeakRef] = {}
-        self._recorded: dict[Any, tuple[list[_Call], list[_View], Any]] = {}
         self._calls: list[_Call] = []
         self._memory: Tensor | None = None
 
-    def run(self, key: Any, call: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-        """Record `call(*inputs)` the first time, and replay it later."""
-        return self._replay(key, inputs) if key in self._recorded else self._record(key, call, inputs)
-
-    def calls(self) -> dict[Any, int]:
-        """Return how many calls that compute each recording has: on a GPU, about as many kernels."""
-        return {key: len(calls) for key, (calls, _, _) in self._recorded.items()}
-
-    def _record(self, key: Any, call: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    def record(self, call: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, Callable[..., Any], int]:
+        """Compute `call(*inputs)`, and return its results, what replays it, and how many calls that computes."""
         if self._memory is not None:
-            raise NotCapturable(f"{key} comes after the slot has been replayed")
+            raise NotCapturable("an op comes after the slot has been replayed")
         self._bury()
-        copies = [_copy(x) for x in inputs]
-        given, self._calls = [self._view(x, new=True) for x in copies], []
+        places = [place_like(x).copy_(x) for x in inputs]
+        given, calls = [self._view(x, new=True) for x in places], list[_Call]()
+        self._calls = calls
         with self:
-            results = call(*copies)
-        self._recorded[key] = self._calls, given, each(results, self._view)
-        return results
+            results = call(*places)
+        made = _each(results, self._view)
+        return results, lambda inputs: self._replay(calls, given, made, inputs), len(calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
@@ -173,7 +161,7 @@ class Slot(TorchDispatchMode):
         )
         if masked or name in _OF_THE_HOST or name in _RANDOM or not name.startswith(("aten::", "mkldnn::")):
             raise NotCapturable(f"{name} needs the host")
-        arguments = each((list(args), dict(kwargs)), self._view)
+        arguments = _each((list(args), dict(kwargs)), self._view)
         results = func(*args, **kwargs)
         listed = results if isinstance(results, tuple | list) else [results]
         fresh = {i: x for i, x in enumerate(listed) if isinstance(x, Tensor) and _key(x) not in self._number}
@@ -190,8 +178,8 @@ class Slot(TorchDispatchMode):
             if new:
                 self._places[number] = self._arena.take(number, storage.nbytes())
                 self._alive[key] = StorageWeakRef(storage)
-            elif key in self.constants:
-                self._fixed[number] = self.constants[key]
+            elif (weak := self.constants.get(key)) is not None and not weak.expired():
+                self._fixed[number] = weak
             else:
                 raise NotCapturable(f"a tensor {tuple(x.shape)} of {x.dtype} is no input, and does not stay")
             self._number[key] = number
@@ -202,47 +190,27 @@ class Slot(TorchDispatchMode):
             del self._alive[key], self._arena.taken[self._number.pop(key)]
 
     @torch.no_grad()
-    def _replay(self, key: Any, inputs: Sequence[Tensor]) -> Any:
+    def _replay(self, calls: list[_Call], given: list[_View], results: Any, inputs: Sequence[Tensor]) -> Any:
         if self._memory is None:  # no byte of it is a number in any type of floats
             self._memory = torch.full((self._arena.bytes + _ALIGNED,), 0xFF, dtype=torch.uint8)
-        calls, given, results = self._recorded[key]
         for view, x in zip(given, inputs, strict=True):
             self._tensor(view).copy_(x)
         for function, arguments, made in calls:
             if not made and not function._schema.is_mutable:
                 continue  # memory that nothing has written yet
-            args, kwargs = each(arguments, self._tensor)
+            args, kwargs = _each(arguments, self._tensor)
             found = function(*args, **kwargs)
             for place, view in made.items():
                 self._tensor(view).copy_(found[place] if isinstance(found, tuple | list) else found)
-        return each(results, self._tensor)
+        return _each(results, self._tensor)
 
     def _tensor(self, view: _View) -> Tensor:
         if (fixed := self._fixed.get(view.storage)) is not None:
-            memory, begin = fixed, 0
+            if fixed.expired():
+                raise NotCapturable(f"a tensor {view.size} of {view.dtype} that an op reads is gone")
+            memory, begin = torch.UntypedStorage._new_with_weak_ptr(fixed.cdata), 0
         else:
             assert self._memory is not None
-            memory, begin = self._memory, -self._memory.data_ptr() % _ALIGNED + self._places[view.storage]
+            memory, begin = self._memory.untyped_storage(), -self._memory.data_ptr() % _ALIGNED + self._places[view.storage]
         offset = begin // view.dtype.itemsize + view.offset
-        return torch.empty(0, dtype=view.dtype).set_(memory.untyped_storage(), offset, view.size, view.stride)
-
-
-def slots_of(micro_batches: Iterable[int]) -> dict[int, int]:
-    """Return the slot of each micro-batch: the lowest one that is free when it begins.
-
-    Args:
-        micro_batches: those of the recorded ops of a list, in order.
-    """
-    order = list(micro_batches)
-    ends = {micro_batch: place for place, micro_batch in enumerate(order)}
-    slots, free, opened = dict[int, int](), set[int](), 0
-    for place, micro_batch in enumerate(order):
-        if micro_batch not in slots:
-            if not free:
-                free.add(opened)
-                opened += 1
-            slots[micro_batch] = min(free)
-            free.remove(slots[micro_batch])
-        if ends[micro_batch] == place:
-            free.add(slots[micro_batch])
-    return slots
+        return torch.empty(0, dtype=view.dtype).set_(memory, offset, view.size, view.stride)

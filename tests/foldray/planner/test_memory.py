@@ -30,6 +30,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Execution, Gradients
 from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.micro_batch import MicroBatch
+from foldray.runtime.op_graphs import OpGraphs
 from foldray.runtime.weights import Weights
 from foldray.schedule import COMPUTE, Ordering, PipelineGraph, SliceCost, named_ordering
 from tests.foldray.live import Live, storage
@@ -244,7 +245,7 @@ def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) 
 
     before = _alive()
     weights = Weights([batch], groups, torch.float32, model.spec)
-    micro_batch = micro_batch_type(groups)(model, graph, batch, gradients.sum_of, weights)
+    micro_batch = micro_batch_type(groups)(model, batch, OpGraphs(model, graph, gradients.sum_of), weights)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         for op in takewhile(lambda op: op.direction == "F", (op for op in order if op.kind != HEAD)):
             micro_batch.run(op)
@@ -308,7 +309,7 @@ def _peak(model: Transformer, ordering: Ordering, sequences: int, length: int, c
     if ordering.forward.row.found:
         (order,) = find(graph, lambda op: (("link", 0.6) if graph.channel(op) else (COMPUTE, 1.0),), ordering.ahead).schedule
     weights, before, most = Weights(batches, groups, torch.float32, model.spec), _alive(), 0
-    passes = [MicroBatch(model, graph, batch, gradients.sum_of, weights) for batch in batches]
+    passes = [MicroBatch(model, batch, OpGraphs(model, graph, gradients.sum_of), weights) for batch in batches]
     with Live(before) as live:
         for op in order:
             passes[op.micro_batch].run(op)

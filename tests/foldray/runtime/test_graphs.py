@@ -1,84 +1,54 @@
-"""Ops can be captured: replayed without Python, on a stand-in for CUDA graphs (`standin.py`), steps have the same bits."""
+"""Captured ops: replayed without Python, on a stand-in for CUDA graphs (`standin.py`), steps have the same bits."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from foldray.comm import Groups
-from foldray.kinds import ATTENTION, EMBED, FFN, HEAD, MERGE, PROJECT, ROUTE
-from foldray.model import all_losses
+from foldray.errors import UserError
+from foldray.kinds import ATTENTION, MERGE, PROJECT, ROUTE
+from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Router
 from foldray.recipe import Recipe
-from foldray.runtime import Trace, micro_batch
+from foldray.runtime import Engine, Trace, graphs
+from foldray.runtime.graphs import EAGER_STEPS, Captures, slots_of
 from foldray.runtime.micro_batch import MicroBatch
-from foldray.runtime.op_graphs import Compute, Computed, OpGraphs
+from foldray.runtime.op_graphs import Computed
 from foldray.schedule import Op
 from tests.foldray.parity import engine_of, make_recipe, own_batches
-from tests.foldray.standin import NotCapturable, Slot, slots_of, survey
+from tests.foldray.standin import NotCapturable, Standin, survey
 
-CAPTURED = (ATTENTION, PROJECT, ROUTE, MERGE, FFN, EMBED, HEAD)
 STEPS = 3  # that replay, or record and replay
-
-
-def captured(slots: Sequence[Slot], slot_of: Mapping[int, int]) -> type[OpGraphs]:
-    """Return graphs of ops that are recorded for the first micro-batch of each slot, and replayed for later ones."""
-
-    class CapturedOps(OpGraphs):
-        def compute(self, op: Op, compute: Compute, *inputs: torch.Tensor, beside: Sequence[torch.Tensor] = ()) -> Computed:
-            def call(*given: torch.Tensor) -> Computed:
-                return OpGraphs.compute(self, op, compute, *given[: len(inputs)], beside=given[len(inputs) :])
-
-            return self._run(op, call, [*inputs, *beside]) if self.training else call(*inputs, *beside)
-
-        def compute_again(self, op: Op, *inputs: torch.Tensor) -> Computed:
-            again = op._replace(direction="R")
-            return self._run(again, lambda *given: OpGraphs.compute_again(self, op, *given), inputs)
-
-        def differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            return self._run(op, lambda *given: OpGraphs.differentiate(self, op, given), gradients)
-
-        def add_left(self, op: Op) -> None:
-            self._run(op, lambda: OpGraphs.add_left(self, op), ())
-
-        def _run(self, op: Op, call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
-            if op.kind not in CAPTURED:
-                return call(*inputs)
-            self.begin()
-            return slots[slot_of[op.micro_batch]].run(op._replace(micro_batch=0), call, inputs)
-
-    return CapturedOps
 
 
 def steps(
     rank: int,
     recipe: Recipe,
     captures: bool,
-    one_slot: bool = False,
-    then: str | None = None,
     documents: bool = False,
-    made: list[Slot] | None = None,
+    between: Callable[[Engine], Any] = lambda engine: None,
+    made: list[Standin] | None = None,
+    checks: bool = False,
 ) -> list[tuple[list[float], list[torch.Tensor]]]:
     """Train, and return the losses and the sums of gradients of the last steps.
 
     Args:
         captures: whether ops are captured.
-        one_slot: whether all micro-batches have one slot, though several are in flight.
-        then: another schedule, whose lists replay what was recorded for the recipe's own.
-        made: gets the slots.
+        between: is done after the first step that captures.
+        made: gets the stand-in.
     """
     groups = Groups.create(recipe.placed_fold, rank)
-    engine, constants, found = engine_of(recipe, groups), dict[int, torch.Tensor](), []
-    execution, ops = engine.execution, OpGraphs
+    engine, constants, found = engine_of(recipe, groups), dict[int, Any](), []
+    execution, standin = engine.execution, Standin(constants)
 
     def train() -> None:
         losses = all_losses(engine.train(own_batches(recipe, groups, len(found), documents=documents)), groups.control)
-        found.append((losses.means().tolist(), [buffer.sums.clone() for buffer in engine.gradients.buffers]))
+        found.append((losses.means().tolist(), [buffer.sums.clone() for buffer in execution.gradients.buffers]))
         engine.update(recipe.optimizer.lr)
         engine.model.update_biases(losses.count_ME)
 
@@ -87,23 +57,17 @@ def steps(
         train()
         execution.learn_costs()
     execution.trace = None
-    with survey(constants):
-        train()
     if captures:
-        _, order = execution.step(own_batches(recipe, groups, 0, documents=documents))
-        slot_of = slots_of(op.micro_batch for op in order if op.kind in CAPTURED)
-        slot_of = dict.fromkeys(slot_of, 0) if one_slot else slot_of
-        slots = [Slot(constants) for _ in range(1 + max(slot_of.values()))]
-        ops = captured(slots, slot_of)
-        if made is not None:
-            made += slots
-    with mock.patch.object(micro_batch, "OpGraphs", ops):
-        train()
-        if then is not None:
-            other = recipe.model_dump(exclude_unset=True) | {"schedule": {"kind": then, "degree": recipe.schedule.degree}}
-            execution.reorder(Recipe.parse(other).ordering)
-        for _ in range(STEPS - 1):
+        execution.captures = Captures(standin, engine.model, execution.gradients, checks)
+    for _ in range(EAGER_STEPS):
+        with survey(constants):
             train()
+    train()
+    between(engine)
+    for _ in range(STEPS - 1):
+        train()
+    if made is not None:
+        made.append(standin)
     engine.close()
     groups.close()
     return found[-STEPS:]
@@ -181,19 +145,35 @@ FLOW = make_recipe(1, schedule=SCHEDULES["flow"], precision="float32")
 STREAM = make_recipe(1, schedule=SCHEDULES["stream"], precision="float32")
 
 
-def test_a_slot_for_two_micro_batches_in_flight_is_noticed() -> None:
+def test_a_slot_for_two_micro_batches_in_flight_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "slots_of", lambda order: dict.fromkeys((op.micro_batch for op in order), 0))
     with pytest.raises(NotCapturable, match="comes after the slot has been replayed"):
-        steps(0, FLOW, True, one_slot=True)
+        steps(0, FLOW, True)
 
 
-def test_a_replay_in_another_order_is_noticed() -> None:
+def reordered(kind: str) -> Callable[[Engine], None]:
+    recipe = make_recipe(1, schedule={"kind": kind, "degree": 4}, precision="float32")
+    return lambda engine: engine.execution.reorder(recipe.ordering)
+
+
+def test_another_list_is_captured_anew() -> None:
+    recipe, then, made = make_recipe(1, schedule={"kind": "stream", "degree": 4}, precision="float32"), reordered("aaam"), []
+    assert same(steps(0, recipe, False, between=then), steps(0, recipe, True, between=then, made=made))
+    assert not made[0].slots, "steps of a new list run without graphs at first"
+
+
+def test_a_replay_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was recorded in the order of one schedule shares memory in this order alone."""
-    recipe = make_recipe(1, schedule={"kind": "stream", "degree": 4}, precision="float32")
+    recipe, then = make_recipe(1, schedule={"kind": "stream", "degree": 4}, precision="float32"), reordered("aaam")
+    held: list[Any] = []
+    slice_ = Transformer.slice
+    monkeypatch.setattr(Captures, "forget", lambda self: None)
+    monkeypatch.setattr(Transformer, "slice", lambda self, lengths: held.append(dict(self._positions)) or slice_(self, lengths))
     try:
-        replayed = steps(0, recipe, True, then="aaam")
+        replayed = steps(0, recipe, True, between=then)
     except RuntimeError:  # other numbers lie where an op reads indices
         return
-    assert not same(steps(0, recipe, False, then="aaam"), replayed)
+    assert not same(steps(0, recipe, False, between=then), replayed)
 
 
 def test_a_tensor_that_is_no_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,32 +188,68 @@ def test_a_tensor_that_is_no_input_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_weight_at_another_address_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(1, model=MODELS["sigmoid and bias"], schedule=SCHEDULES["stream"], precision="float32")
-    eager = steps(0, recipe, False)
 
     def update(self: Router, count_E: torch.Tensor) -> None:
         self.bias = self.bias + self.spec.bias_rate * torch.sign(count_E.double().mean() - count_E).to(self.bias.dtype)
 
     monkeypatch.setattr(Router, "update_bias", update)
-    assert same(eager, steps(0, recipe, False)), "without graphs, any address does"
-    assert not same(eager, steps(0, recipe, True))
+    with pytest.raises(NotCapturable, match=r"a tensor .* that an op reads is gone"):
+        steps(0, recipe, True)
 
 
-@pytest.mark.parametrize(
-    ("why", "sections", "options"),
-    [
-        ("masks of documents are made anew", {}, {"documents": True}),
-        ("the host reads how many rows are kept", {"model": {"router": {"capacity_factor": 1.0}}}, {}),
-    ],
-)
-def test_what_is_run_as_before(why: str, sections: dict[str, Any], options: dict[str, bool]) -> None:
+GATES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "documents have masks of their own": ((ATTENTION, PROJECT), {}),
+    "the host reads how many rows are kept": ((ROUTE, MERGE), {"model": {"router": {"capacity_factor": 1.0}}}),
+}
+
+
+@pytest.mark.parametrize("why", GATES)
+def test_ops_that_cannot_be_captured_run_as_before(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, sections = GATES[why]
     recipe = make_recipe(1, schedule=SCHEDULES["stream"], precision="float32", **sections)
+    documents, seen = why.startswith("documents"), []
+    assert same(
+        steps(0, recipe, False, documents=documents),
+        steps(0, recipe, True, documents=documents, between=lambda engine: seen.append(engine.execution.captures.obstacles)),
+    )
+    assert seen == [dict.fromkeys(kinds, why)]
+    monkeypatch.setattr(graphs, "obstacles", lambda *args: {})
     with pytest.raises(NotCapturable):
-        steps(0, recipe, True, **options)
+        steps(0, recipe, True, documents=documents)
+
+
+def test_sequences_of_another_length_free_nothing_that_is_read() -> None:
+    recipe, text = make_recipe(1, precision="float32"), torch.arange(8).view(1, 8)
+    evaluate = lambda engine: engine.execution.evaluate([Batch(text, text)])  # noqa: E731
+    assert same(steps(0, recipe, False, between=evaluate), steps(0, recipe, True, between=evaluate))
+
+
+def test_a_step_that_captures_is_compared_with_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(1, model=MODELS["sigmoid and bias"], schedule=SCHEDULES["stream"], precision="float32")
+    assert same(steps(0, recipe, False), steps(0, recipe, True, checks=True))
+    kept = []
+
+    def update(self: Router, count_E: torch.Tensor) -> None:
+        kept.append(self.bias)  # graphs go on to read it
+        self.bias = self.bias + 10 * torch.sign(count_E.double().mean() - count_E).to(self.bias.dtype)
+
+    monkeypatch.setattr(Router, "update_bias", update)
+    with pytest.raises(UserError, match=r"schedule.graphs.*another gradient of .*legal: off"):
+        steps(0, recipe, True, checks=True)
 
 
 def test_micro_batches_take_the_lowest_free_slot() -> None:
-    assert slots_of([0, 1, 0, 2, 1, 2, 3, 3]) == {0: 0, 1: 1, 2: 0, 3: 0}
-    assert slots_of([0, 1, 0, 2, 1, 3, 2, 3]) == {0: 0, 1: 1, 2: 0, 3: 1}
+    def slots(*micro_batches: int) -> dict[int, int]:
+        seen = Counter[int]()
+        order = []
+        for micro_batch in micro_batches:
+            order.append(Op(ROUTE, "F", seen[micro_batch], 0, micro_batch))
+            seen[micro_batch] += 1
+        return slots_of(order)
+
+    assert slots(0, 1, 0, 2, 1, 2, 3, 3) == {0: 0, 1: 1, 2: 0, 3: 0}
+    assert slots(0, 1, 0, 2, 1, 3, 2, 3) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert slots(0, 0, 1, 2, 2) == {0: 0, 1: 1, 2: 0}, "micro-batch 1 has other ops, which lie elsewhere"
 
 
 MOST_CALLS = {
@@ -244,7 +260,7 @@ MOST_CALLS = {
 
 def test_ops_make_few_calls() -> None:
     """A GPU starts about a kernel for each. More of them cost its host time, and the GPU the pauses between them."""
-    made: list[Slot] = []
+    made: list[Standin] = []
     recipe = make_recipe(
         1,
         model={"layers": 1, "shared_hidden": 0},
@@ -253,8 +269,7 @@ def test_ops_make_few_calls() -> None:
         moe={"experts": "grouped"},
     )
     steps(0, recipe, True, made=made)
-    (slot,) = made
     most = Counter[str]()
-    for op, calls in slot.calls().items():
+    for op, calls in made[0].calls.items():
         most[f"{op.kind} {op.direction}"] = max(calls, most[f"{op.kind} {op.direction}"])
     assert {name: calls for name, calls in most.items() if calls > MOST_CALLS[name]} == {}
