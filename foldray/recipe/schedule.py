@@ -84,6 +84,10 @@ class ScheduleSpec(Strict):
     context: Literal["ring", "all_gather"] = "ring"
     """How context-parallel workers exchange keys and values of whole sequences. `ring` holds those
     of three workers at a time; `all_gather` holds all of them, and sends fewer messages."""
+    graphs: Literal["auto", "off", "check"] = "off"
+    """Whether ops run as CUDA graphs, which cost the host one call instead of dozens. `auto` captures
+    all ops on GPUs whose sizes never change. `check` does so too, runs two steps also without
+    graphs, and stops if their gradients differ. Nothing is captured on CPUs."""
 
     @property
     def opened(self) -> list[str]:

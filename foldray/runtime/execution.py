@@ -201,7 +201,9 @@ class _Run:
         self.weights = Weights(batches, self.groups, dtype, model.spec) if training else None
         half = micro_batch_type(self.groups)
         now = perf_counter if self.trace is None else self.trace.clock.now
-        slots = execution.captures.slots(self.order, batches, self.trace is not None) if captured and execution.captures else {}
+        slots = {}
+        if captured and execution.captures is not None:
+            slots = execution.captures.slots(model, self.order, batches, self.trace is not None)
         self.micro_batches = []
         for number, batch in enumerate(batches):
             ops = partial(CapturedOps, slots[number]) if slots else OpGraphs

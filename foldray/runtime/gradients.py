@@ -214,11 +214,6 @@ class Gradients:
         """This rank's sums by parameter (`GradientBuffer.own`)."""
         return {parameter: buffer.own(parameter) for parameter, buffer in self.buffer_of.items()}
 
-    @property
-    def releases(self) -> bool:
-        """Whether sums are made anew in every step, because they are freed as they leave."""
-        return any(buffer.flat is None for buffer in self.buffers)
-
     def sum_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's sum of a parameter's gradients (`GradientBuffer.sum_of`)."""
         return self.buffer_of[parameter].sum_of(parameter)

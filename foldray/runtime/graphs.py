@@ -14,8 +14,8 @@ captured, and with their inputs where they were. Three rules follow:
 - Inputs are copied to where the graph reads them. Whatever else an op reads must stay where it is: weights, sums of gradients,
   tables of positions.
 
-Nothing is tried and caught: an error inside a capture leaves CUDA's memory in a bad state. So `obstacles` says beforehand
-which ops run as without graphs, and why.
+Nothing is tried and caught: an error inside a capture leaves CUDA's memory in a bad state. So a recipe says beforehand which
+ops cannot be captured (`recipe/capturing.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from foldray.errors import UserError
-from foldray.kinds import ATTENTION, EMBED, FFN, HEAD, MERGE, PROJECT, ROUTE
 from foldray.model import Batch, Transformer
-from foldray.runtime.gradients import Gradients
 from foldray.runtime.op_graphs import Compute, Computed, OpGraphs
 from foldray.schedule import Op
 
-CAPTURED = (ATTENTION, PROJECT, ROUTE, MERGE, FFN, EMBED, HEAD)
 EAGER_STEPS = 2  # load kernels and fill caches before a step captures
 MOST_DIFFERENCE = 1e-3  # of a gradient, with graphs and without them, as a share of its norm
 
@@ -191,19 +188,15 @@ class Captures:
     """What is captured of a rank's steps: nothing in the first ones, then all of one list.
 
     Args:
-        gradients: where captured ops add gradients.
+        kinds: the kinds of ops that are captured.
         checks: whether the step that captures and the one that replays first also run without graphs, to be compared.
-
-    Attributes:
-        obstacles: why ops of a kind are not captured, by kind; of the last step.
     """
 
-    def __init__(self, recorder: Recorder, model: Transformer, gradients: Gradients, checks: bool = False):
-        self._recorder, self._model, self._gradients, self._checks = recorder, model, gradients, checks
-        self.obstacles: Mapping[str, str] = {}
+    def __init__(self, recorder: Recorder, kinds: Iterable[str], checks: bool = False):
+        self._recorder, self._kinds, self._checks = recorder, frozenset(kinds), checks
         self._steps = 0  # of this list, without those that are traced
         self._slots: dict[int, Slot] = {}
-        self._made_for: Any = None
+        self._shapes: Any = None
         self._held: Any = None
 
     def forget(self) -> None:
@@ -219,23 +212,21 @@ class Captures:
         self._steps += not traced  # a step that captures would show no times of ops
         return self._checks and not traced and EAGER_STEPS < self._steps <= EAGER_STEPS + 2
 
-    def slots(self, order: Sequence[Op], batches: Sequence[Batch], traced: bool) -> dict[int, Slot]:
+    def slots(self, model: Transformer, order: Sequence[Op], batches: Sequence[Batch], traced: bool) -> dict[int, Slot]:
         """Return the slots of a step by micro-batch; none if the step runs without graphs."""
-        self.obstacles = obstacles(self._model, self._gradients, batches)
-        kinds = frozenset(CAPTURED) - set(self.obstacles)
-        made_for = kinds, batches[0].token_BL.shape  # a rank may get fewer sequences than before
-        if self._slots and made_for != self._made_for:
+        shapes = {batch.token_BL.shape for batch in batches}  # a rank may get fewer sequences than before, or none
+        if self._slots and shapes != self._shapes:
             self._drop()
-        if self._steps > EAGER_STEPS and not traced and kinds and not self._slots:
-            numbers = slots_of([op for op in order if op.kind in kinds])
-            made = {number: Slot(self._recorder, number, kinds) for number in numbers.values()}
+        if self._steps > EAGER_STEPS and not traced and not self._slots and len(shapes) == 1 and batches[0].token_BL.numel():
+            numbers = slots_of([op for op in order if op.kind in self._kinds])
+            made = {number: Slot(self._recorder, number, self._kinds) for number in numbers.values()}
             self._slots = {micro_batch: made[number] for micro_batch, number in numbers.items()}
-            self._made_for = made_for
-            self._held = self._model.places(batches[0])  # sequences of another length must not free what graphs read
+            self._shapes = shapes
+            self._held = model.places(batches[0])  # sequences of another length must not free what graphs read
         return self._slots
 
     def _drop(self) -> None:
-        self._slots, self._made_for, self._held = {}, None, None
+        self._slots, self._held = {}, None
         self._recorder.forget()
 
 
@@ -273,21 +264,3 @@ def slots_of(order: Sequence[Op]) -> dict[int, int]:
         if not left[here]:
             free.add(slots[here])
     return slots
-
-
-def obstacles(model: Transformer, gradients: Gradients, batches: Sequence[Batch]) -> dict[str, str]:
-    """Return why ops of some kinds cannot be captured, by kind."""
-    fold, router, shapes = model.groups.fold, model.spec.router, {batch.token_BL.shape for batch in batches}
-    drops = router.capacity_factor is not None and not router.pad
-    moe, attention = (ROUTE, MERGE), (ATTENTION, PROJECT)
-    rules = (
-        ("ranks of experts have rows of many sizes", CAPTURED, fold.disjoint),
-        ("tensor parallelism communicates inside of ops", CAPTURED, fold.tp > 1),
-        ("ZeRO-2 frees the sums of gradients", CAPTURED, gradients.releases),
-        ("micro-batches have several sizes", CAPTURED, len(shapes) > 1),
-        ("micro-batches are empty", CAPTURED, not batches[0].token_BL.numel()),
-        ("documents have masks of their own", attention, batches[0].segment_BL is not None),
-        ("context parallelism communicates inside of ops", attention, fold.cp > 1),
-        ("the host reads how many rows are kept", moe, drops),
-    )
-    return {kind: why for why, kinds, holds in reversed(rules) if holds for kind in kinds}

@@ -11,14 +11,23 @@ from foldray.comm import Groups
 from foldray.errors import MissingPackage
 from foldray.model import Transformer
 from foldray.moe import Gate, MoeBackend
-from foldray.recipe import Recipe
+from foldray.recipe import CAPTURED, Recipe, uncaptured
 from foldray.runtime import Engine, TorchEngine
+from foldray.runtime.graphs import Captures, CudaRecorder
 from trainers.hugging_face.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
+    engine = _engine(recipe, groups, device)
+    if recipe.schedule.graphs != "off" and device.type == "cuda":
+        kinds = set(CAPTURED) - set(uncaptured(recipe))
+        engine.execution.captures = Captures(CudaRecorder(device), kinds, recipe.schedule.graphs == "check")
+    return engine
+
+
+def _engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":

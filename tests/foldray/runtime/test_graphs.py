@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from foldray.comm import Groups
 from foldray.errors import UserError
-from foldray.kinds import ATTENTION, MERGE, PROJECT, ROUTE
+from foldray.kinds import ROUTE
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Router
-from foldray.recipe import Recipe
+from foldray.recipe import CAPTURED, Recipe, told_of_capture, uncaptured
 from foldray.runtime import Engine, Trace, graphs
 from foldray.runtime.graphs import EAGER_STEPS, Captures, slots_of
 from foldray.runtime.micro_batch import MicroBatch
@@ -22,8 +24,12 @@ from foldray.runtime.op_graphs import Computed
 from foldray.schedule import Op
 from tests.foldray.parity import engine_of, make_recipe, own_batches
 from tests.foldray.standin import NotCapturable, Standin, survey
+from tests.pool import RankFailure
 
 STEPS = 3  # that replay, or record and replay
+
+
+_closed = uncaptured
 
 
 def steps(
@@ -58,7 +64,7 @@ def steps(
         execution.learn_costs()
     execution.trace = None
     if captures:
-        execution.captures = Captures(standin, engine.model, execution.gradients, checks)
+        execution.captures = Captures(standin, set(CAPTURED) - set(_closed(recipe)), checks)
     for _ in range(EAGER_STEPS):
         with survey(constants):
             train()
@@ -197,25 +203,99 @@ def test_a_weight_at_another_address_is_noticed(monkeypatch: pytest.MonkeyPatch)
         steps(0, recipe, True)
 
 
-GATES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "documents have masks of their own": ((ATTENTION, PROJECT), {}),
-    "the host reads how many rows are kept": ((ROUTE, MERGE), {"model": {"router": {"capacity_factor": 1.0}}}),
-}
+POSITION = {"capacity_factor": 1.0, "pad": True, "drop": "position", "drop_scope": "sequence"}
+CHUNKS = {"kind": "stream", "degree": 2, "reduction": "chunks"}
+GATES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "documents": (1, {}, {"data": {"mask_documents": True}}, "attention project"),
+    "dropping": (1, {}, {"model": {"router": {"capacity_factor": 1.0}}}, "route merge"),
+    "dropping over ranks": (2, {"cp": 2}, {"model": {"router": POSITION}}, "attention project route merge"),
+    "tensor parallelism": (2, {"tp": 2}, {"model": {"shared_hidden": 0}}, "attention project ffn embed head"),
+    "shared experts over ranks": (2, {"tp": 2}, {}, "attention project ffn embed head route merge"),
+    "context parallelism": (2, {"cp": 2}, {}, "attention project"),
+    "one row for a rank": (2, {"ep": 2}, {"moe": {"experts": "grouped", "dispatch": "rank"}}, "merge"),
+    "DeepSpeed's gates": (1, {}, {"moe": {"backend": "deepspeed"}}, "route merge"),
+    "workers for experts": (4, {}, {"placement": {"attention": 2, "experts": 2}, "schedule": {"kind": "af_pipe"}}, "route merge"),
+    "ZeRO-2": (2, {}, {"engine": {"zero": 2}}, "all"),
+    "ZeRO-2 by DeepSpeed": (
+        2, {}, {"engine": {"kind": "deepspeed", "zero": 2}, "schedule": CHUNKS}, "all",
+    ),
+}  # fmt: skip
+OPEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "DeepSpeed": (1, {}, {"engine": {"kind": "deepspeed", "zero": 1}, "precision": "bfloat16"}),
+    "DeepSpeed, its own ZeRO-2": (2, {}, {"engine": {"kind": "deepspeed", "zero": 2}}),
+    "DeepSpeed, sums by the list": (
+        2, {}, {"engine": {"kind": "deepspeed", "zero": 1}, "schedule": CHUNKS},
+    ),
+    "ZeRO-1 in chunks": (
+        2, {}, {"engine": {"zero": 1}, "precision": "bfloat16", "schedule": CHUNKS},
+    ),
+    "ETP": (2, {"etp": 2}, {}),
+    "a pattern in place of routers": (1, {}, {"model": {"router": {"skew": 0.5}}}),
+    "positions within sequences": (1, {}, {"model": {"router": POSITION}}),
+    "narrow rows": (2, {"ep": 2}, {"moe": {"experts": "grouped", "wire": "float8"}, "precision": "bfloat16"}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("why", GATES)
-def test_ops_that_cannot_be_captured_run_as_before(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds, sections = GATES[why]
-    recipe = make_recipe(1, schedule=SCHEDULES["stream"], precision="float32", **sections)
-    documents, seen = why.startswith("documents"), []
-    assert same(
-        steps(0, recipe, False, documents=documents),
-        steps(0, recipe, True, documents=documents, between=lambda engine: seen.append(engine.execution.captures.obstacles)),
+def gated(workers: int, fold: dict[str, Any], sections: dict[str, Any]) -> Recipe:
+    return make_recipe(workers, fold, **{"schedule": SCHEDULES["stream"], "precision": "float32", **sections})
+
+
+def ungated_steps(rank: int, recipe: Recipe, kinds: str) -> Any:
+    """Capture the first of these kinds, though a recipe says that it cannot be captured."""
+    closed = {kind: "" for kind in CAPTURED if kind != kinds.split()[0]}
+    with mock.patch(f"{__name__}._closed", return_value=closed):
+        return steps(rank, recipe, True, documents=recipe.data.mask_documents)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.gate(4)
+def test_ops_that_cannot_be_captured_run_as_before(ranks, gate: str) -> None:
+    workers, fold, sections, kinds = GATES[gate]
+    recipe = gated(workers, fold, sections)
+    closed = " ".join(CAPTURED) if kinds == "all" else kinds
+    assert sorted(uncaptured(recipe)) == sorted(closed.split())
+    documents = recipe.data.mask_documents
+    eager, replayed = (ranks(workers).run(steps, recipe, captures, documents, timeout=240) for captures in (False, True))
+    assert all(map(same, eager, replayed))
+    if "ZeRO-2" in gate:  # sums of gradients that were freed are memory of others
+        replayed = ranks(workers).run(ungated_steps, recipe, closed, timeout=240)
+        assert not all(map(same, eager, replayed)), "the gate is shut without need"
+        return
+    with pytest.raises(RankFailure, match=r"NotCapturable|The size of tensor"):
+        ranks(workers).run(ungated_steps, recipe, closed, timeout=240)
+
+
+@pytest.mark.parametrize("case", OPEN)
+@pytest.mark.gate(3)
+def test_ops_are_captured_beside(ranks, case: str) -> None:
+    workers, fold, sections = OPEN[case]
+    recipe = gated(workers, fold, sections)
+    assert not uncaptured(recipe)
+    eager, replayed = (ranks(workers).run(steps, recipe, captures, timeout=240) for captures in (False, True))
+    assert all(map(same, eager, replayed))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "gpu", "told"),
+    [
+        ("off", True, None),
+        ("auto", False, "schedule.graphs=auto: CUDA graphs need GPUs, so ops run without them"),
+        (
+            "check", True,
+            "schedule.graphs=check: these ops run without graphs: attention, project (data.mask_documents makes masks for every "
+            "batch); merge, route (without model.router.pad, the host counts the rows that are not dropped)",
+        ),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_is_not_captured(graphs: str, gpu: bool, told: str | None) -> None:
+    recipe = make_recipe(
+        1,
+        schedule={"graphs": graphs},
+        cluster={"gpu": gpu},
+        data={"mask_documents": True},
+        model={"router": {"capacity_factor": 1.0}},
     )
-    assert seen == [dict.fromkeys(kinds, why)]
-    monkeypatch.setattr(graphs, "obstacles", lambda *args: {})
-    with pytest.raises(NotCapturable):
-        steps(0, recipe, True, documents=documents)
+    assert told_of_capture(recipe) == told
 
 
 def test_sequences_of_another_length_free_nothing_that_is_read() -> None:
@@ -236,6 +316,18 @@ def test_a_step_that_captures_is_compared_with_one_that_does_not(monkeypatch: py
     monkeypatch.setattr(Router, "update_bias", update)
     with pytest.raises(UserError, match=r"schedule.graphs.*another gradient of .*legal: off"):
         steps(0, recipe, True, checks=True)
+
+
+def test_an_alias_reads_memory_that_it_does_not_keep() -> None:
+    x = torch.arange(12.0).view(3, 4)[1:, ::2]
+    alias = graphs._alias(x)
+    x.add_(1)
+    assert torch.equal(alias, x)
+    assert alias.stride() == x.stride()
+    assert alias.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    weak = StorageWeakRef(x.untyped_storage())
+    del x
+    assert weak.expired()
 
 
 def test_micro_batches_take_the_lowest_free_slot() -> None:
