@@ -11,7 +11,7 @@ from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_eith
 from foldray.drawing import explanation
 from foldray.errors import UserError
 from foldray.files import write_picture
-from foldray.fold import Edges, Fold, Placement, best_order, nearest_disjoint, nearest_folds
+from foldray.fold import Edges, Fold, Placement, best_order, nearest_folds
 from foldray.recipe import Recipe
 from foldray.schedule import SliceCost, Slicing, slice_sequence
 
@@ -77,10 +77,8 @@ def _legal_fold(given: argparse.Namespace) -> Fold:
             raise UserError("world_size", given.world_size, f"at most {MOST_RANKS} ranks are shown")
         return Fold(given.world_size, **sizes, order=given.order, moe_order=given.moe_order, **apart)
     except UserError as error:
-        near = nearest_folds(given.world_size, sizes) if shown and not given.expert_ranks else []
-        if shown and given.expert_ranks:
-            wanted = {**sizes, "expert_pp": given.expert_pp or given.pp}
-            near = nearest_disjoint(given.world_size, given.expert_ranks, wanted)
+        wanted = {**sizes, "expert_pp": given.expert_pp or given.pp}
+        near = nearest_folds(given.world_size, wanted, given.expert_ranks) if shown else []
         ordered = error.field in ("order", "moe_order")
         if given.json:
             orders = {"order": ORDERS[0], "moe_order": ORDERS[1]} if ordered else {}

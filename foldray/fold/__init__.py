@@ -1,7 +1,7 @@
 """Folds: axes, rank tables, validity, advice, placement on nodes, and the traffic that crosses them. This package needs no
 torch."""
 
-from foldray.fold.advice import nearest_disjoint, nearest_folds
+from foldray.fold.advice import nearest_folds
 from foldray.fold.arranging import Room, arrange, filled
 from foldray.fold.fold import FAMILIES, Fold, divisors
 from foldray.fold.grid import Grid

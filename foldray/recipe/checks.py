@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
-from foldray.fold import divisors, nearest_disjoint, nearest_folds
+from foldray.fold import divisors, nearest_folds
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.data import check_data
 from foldray.recipe.description import Description
@@ -92,13 +92,10 @@ def _check_fold(recipe: Description) -> None:
         if error.field in ("order", "moe_order", "ep_inside"):
             raise UserError(f"fold.{error.field}", error.value, error.rule, error.legal) from None
         wanted = sizes.model_dump(include={"tp", "cp", "pp", "ep", "etp"})
-        if placement is None:
-            near = nearest_folds(workers, wanted)
-        else:
+        if placement is not None:
             wanted["expert_pp"] = placement.expert_pp or sizes.pp
-            folds = nearest_disjoint(workers, placement.experts, wanted)
-            near = [{axis: size for axis, size in fold.items() if axis != "expert_ranks"} for fold in folds]
-        options = "; ".join(" ".join(f"{axis}={size}" for axis, size in option.items()) for option in near)
+        near = nearest_folds(workers, wanted, placement.experts if placement else 0)
+        options = "; ".join(" ".join(f"{axis}={option[axis]}" for axis in option if axis != "expert_ranks") for option in near)
         rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
         raise UserError("fold", error.value, rule, error.legal) from None
     if sizes.ep_inside > 1 and (placement is not None or recipe.moe.dispatch != "rank"):

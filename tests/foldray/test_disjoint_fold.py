@@ -11,7 +11,7 @@ from foldray.cli import main
 from foldray.comm import TRAFFIC, Groups
 from foldray.drawing import draw
 from foldray.errors import UserError
-from foldray.fold import FAMILIES, Fold, nearest_disjoint
+from foldray.fold import FAMILIES, Fold, nearest_folds
 
 FOLDS = [
     Fold(8, tp=2, pp=2, ep=2, expert_ranks=4, expert_pp=1),
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused(sizes: dict[str, int], rule: str) -> None:
 
 
 def test_what_is_near_is_legal() -> None:
-    for option in nearest_disjoint(12, 4, {"tp": 3, "pp": 2, "ep": 3, "expert_pp": 2}):
+    for option in nearest_folds(12, {"tp": 3, "pp": 2, "ep": 3, "expert_pp": 2}, 4):
         sizes = {axis: size for axis, size in option.items() if axis in Fold.__dataclass_fields__}
         assert Fold(12, **sizes).disjoint
 

@@ -368,7 +368,7 @@ def distance(fold: dict[str, int], asked: dict[str, int]) -> float:
     count=st.integers(1, 5),
 )
 def test_nearest_folds_are_legal_sorted_and_nearest(world_size, asked, count):
-    found = nearest_folds(world_size, asked, count)
+    found = nearest_folds(world_size, asked, count=count)
     distances = [distance(fold, asked) for fold in found]
     for fold in found:
         made = Fold(world_size, **{axis: fold[axis] for axis in ("tp", "cp", "pp", "ep", "etp")})
