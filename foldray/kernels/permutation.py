@@ -60,26 +60,18 @@ def _sorted(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int) -> tupl
     """
     key_M = expert_TK.reshape(-1) if keep_TK is None else expert_TK.masked_fill(~keep_TK, num_experts).reshape(-1)
     key_M, order_M = torch.sort(key_M, stable=True)
-    return order_M, key_M, _starts(key_M, num_experts)
+    # On a GPU, the host would wait for `bincount`.
+    return order_M, key_M, torch.searchsorted(key_M, torch.arange(num_experts + 1, device=key_M.device))
 
 
-def _starts(sorted_M: Tensor, count: int) -> Tensor:
-    """Return the index of the first number ≥ i, for i from 0 to `count`. (On a GPU, the host would wait for `bincount`.)"""
-    return torch.searchsorted(sorted_M, torch.arange(count + 1, device=sorted_M.device))
-
-
-def permute(
-    x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None = None, *, drops: bool = True, gaps: bool = False
-) -> Tensor:
+def permute(x_TH: Tensor, token_N: Tensor, position_TK: Tensor, *, drops: bool = True, gaps: bool = False) -> Tensor:
     """Copy tokens to their rows: x_NH[n] = x_TH[token_N[n]].
 
     Args:
-        position_TK: the row of each assignment, -1 if dropped. It is the inverse of `token_N`; with None, backward sorts
-            `token_N` instead.
+        position_TK: the row of each assignment, -1 if dropped. It is the inverse of `token_N`.
         drops: whether any position may be -1. Without drops, backward has less to do.
-        gaps: whether a token may be T, for a row of zeros. This needs `position_TK`.
+        gaps: whether a token may be T, for a row of zeros.
     """
-    assert position_TK is not None or not gaps, "rows without a token need position_TK"
     return _Permute.apply(x_TH, token_N, position_TK, drops, gaps)
 
 
@@ -115,9 +107,9 @@ class _SumRows(torch.autograd.Function):
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, token_N: Tensor, position_TK: Tensor | None, drops: bool, gaps: bool) -> Tensor:
-        ctx.num_tokens, ctx.drops = x_TH.shape[0], drops
-        ctx.save_for_backward(token_N, position_TK)
+    def forward(ctx: Any, x_TH: Tensor, token_N: Tensor, position_TK: Tensor, drops: bool, gaps: bool) -> Tensor:
+        ctx.drops = drops
+        ctx.save_for_backward(position_TK)
         if gaps:
             x_TH = torch.cat([x_TH, x_TH.new_zeros(1, x_TH.shape[1])])
         return x_TH.index_select(0, token_N)
@@ -125,12 +117,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_NH: Tensor) -> tuple[Tensor | None, ...]:
-        token_N, position_TK = ctx.saved_tensors
-        if position_TK is not None:
-            return _unpermute(dx_NH, position_TK, ctx.drops), None, None, None, None
-        sorted_N, row_N = torch.sort(token_N, stable=True)
-        bags = _Bags(row_N, _starts(sorted_N, ctx.num_tokens), None)
-        return _sum_rows(dx_NH, bags, None), None, None, None, None
+        (position_TK,) = ctx.saved_tensors
+        return _unpermute(dx_NH, position_TK, ctx.drops), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
