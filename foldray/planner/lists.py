@@ -96,35 +96,23 @@ class StagePass(NamedTuple):
     stage: int
 
 
-class PipelineList:
-    """The compiled lists of a pipeline whose smallest pieces are stages.
+def backward_ends(graph: PipelineGraph, seconds: Mapping[StagePass, float]) -> list[list[float]]:
+    """Return, for every position and each of its stages, the seconds until the stage's last backward ends.
 
-    Attributes:
-        compiled: the lists.
-        last_backward: for every position and each of its stages, the number of the stage's last backward op.
+    Args:
+        graph: a pipeline whose smallest pieces are stages.
+        seconds: seconds of every pass of a stage for one micro-batch, and of every handover, from the end of the pass to
+            the earliest start of the next one. They may be negative. Each direction has its own link.
     """
-
-    def __init__(self, graph: PipelineGraph):
-        def cost_class(op: Op) -> StagePass:
-            return StagePass(op.kind, op.direction, op.layer)
-
-        schedule = place_handovers(graph, tuple(passes(graph, place).ops for place in range(graph.pp)))
-        self.compiled = CompiledSchedule(graph, schedule, cost_class)
-        last = {op.layer: i for i, op in enumerate(self.compiled.ops) if op.kind != HANDOVER and op.direction == "B"}
-        self.last_backward = [[last[stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]
-
-    def backward_ends(self, seconds: Mapping[StagePass, float]) -> list[list[float]]:
-        """Return, for every position and each of its stages, the seconds until the stage's last backward ends.
-
-        Args:
-            seconds: seconds of every pass of a stage for one micro-batch, and of every handover, from the end of the pass to
-                the earliest start of the next one. They may be negative. Each direction has its own link.
-        """
-        ends = self.compiled.one_pass([seconds[cost_class] for cost_class in self.compiled.classes]).ends
-        return [[ends[i] for i in last] for last in self.last_backward]
+    compiled, last_backward = _pipeline_lists(graph)
+    ends = compiled.one_pass([seconds[cost_class] for cost_class in compiled.classes]).ends
+    return [[ends[i] for i in last] for last in last_backward]
 
 
 @lru_cache(maxsize=64)
-def pipeline_list(graph: PipelineGraph) -> PipelineList:
-    """Return the compiled lists of a pipeline."""
-    return PipelineList(graph)
+def _pipeline_lists(graph: PipelineGraph) -> tuple[CompiledSchedule[StagePass], list[list[int]]]:
+    """Return the compiled lists, and the number of the last backward op of every stage at each position."""
+    schedule = place_handovers(graph, tuple(passes(graph, place).ops for place in range(graph.pp)))
+    compiled = CompiledSchedule(graph, schedule, lambda op: StagePass(op.kind, op.direction, op.layer))
+    last = {op.layer: i for i, op in enumerate(compiled.ops) if op.kind != HANDOVER and op.direction == "B"}
+    return compiled, [[last[stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.kinds import HANDOVER, OP_KINDS, STAGE
-from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_bounds, stage_works, step_bound
+from foldray.planner.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_works, step_bound
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, pieces_of
 from foldray.planner.device import Device
 from foldray.planner.hardware import Hardware
 from foldray.planner.layout import Content, StageForm
-from foldray.planner.lists import StagePass, pipeline_list
+from foldray.planner.lists import StagePass, backward_ends
 from foldray.planner.memo import Table, shared
 from foldray.planner.passes import BOTH, Passes, delay
 from foldray.planner.shares import Shares, Stretch
@@ -124,15 +124,12 @@ class Step:
 
     # Bounds.
 
-    def bound(self) -> float:
-        """Return a lower bound of the seconds of the step, from the bounds of its stages."""
-        return self._bound(stage_bounds(self.rank, self.layout.contents, self.pieces))
-
     def simulated_bound(self) -> float:
         """Return a lower bound of the seconds of the step, from the simulated stages."""
-        return self._bound([sum(self._stretch(form, direction).seconds for direction in BOTH) for form in self.layout.forms])
+        return self.bound([sum(self._stretch(form, direction).seconds for direction in BOTH) for form in self.layout.forms])
 
-    def _bound(self, stages: Sequence[float]) -> float:
+    def bound(self, stages: Sequence[float]) -> float:
+        """Return a lower bound of the seconds of the step, from those of its stages."""
         rank, candidate = self.rank, self.candidate
         behind = least_behind(rank, self.layout.positions)
         hops = hop_bounds(rank, self.layout.contents, self.pieces, stages)
@@ -152,7 +149,7 @@ class Step:
         counts = [graph.micro_batches]
         if graph.micro_batches > some + graph.pp and graph.full_rounds:
             counts = [some, some + graph.pp]
-        simulated = [pipeline_list(replace(graph, micro_batches=count)).backward_ends(seconds) for count in counts]
+        simulated = [backward_ends(replace(graph, micro_batches=count), seconds) for count in counts]
         # In steady state, every round of micro-batches takes the same time.
         rounds = (graph.micro_batches - counts[-1]) / graph.pp
         ends = [
@@ -200,13 +197,13 @@ class Step:
         departures = [self._departure(number, reduction) for number in range(len(self.layout.forms))]
         positions, delayed = list[Reduced](), 0.0
         for place in reversed(range(self.layout.pp)):
-            reduced, waited = self._reduced_at(place, departures, reduction.kind == "end")
-            positions.append(reduced._replace(delayed=delayed))
+            reduced, waited = self._reduced_at(place, departures, reduction.kind == "end", delayed)
+            positions.append(reduced)
             delayed += waited
         return positions[::-1]
 
-    def _reduced_at(self, place: int, departures: Sequence[Departure], at_end: bool) -> tuple[Reduced, float]:
-        """Return the reductions of a position as if nothing delayed it, and the seconds that its all-to-alls wait.
+    def _reduced_at(self, place: int, departures: Sequence[Departure], at_end: bool, delayed: float) -> tuple[Reduced, float]:
+        """Return the reductions of a position, and the seconds that its all-to-alls wait.
 
         The reductions of stages follow one another on the link. Those of a stage begin within its last backward, as far as the
         link is free (`Departure`), and the rest follows the backward.
@@ -221,7 +218,7 @@ class Step:
             stages.append((number, wait + max(0.0, free - max(end, before))))
             waited += wait
             whole += departure.whole
-        return Reduced(stages, sum([exposed for _, exposed in stages]), whole, 0.0), waited
+        return Reduced(stages, sum([exposed for _, exposed in stages]), whole, delayed), waited
 
     def _departure(self, number: int, reduction: Reduction) -> Departure:
         """Return how the gradients of a form of stage leave during its last backward. They are complete block by block."""

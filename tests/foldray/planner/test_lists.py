@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foldray.planner.lists import StagePass, block_of, pipeline_list, stage_list
+from foldray.planner.lists import StagePass, backward_ends, block_of, stage_list
 from foldray.schedule import COMPUTE, Op, Overlap, PipelineGraph, Slicing, StepGraph, pipeline, stage_order, times
 from tests.foldray.blocks import DENSE, MOE
 
@@ -28,7 +28,7 @@ def test_a_pipeline_ends_as_its_schedule_does(pp: int, micro_batches: int, virtu
     expected = [[last[stage] for stage in graph.stages_at(place)] for place in range(pp)]
     seconds = {StagePass("stage", way, i): each for way, own in (("F", forward), ("B", backward)) for i, each in enumerate(own)}
     seconds |= {StagePass("handover", way, stage): 0.5 for way in "FB" for stage in range(graph.stages)}
-    assert pipeline_list(graph).backward_ends(seconds) == expected
+    assert backward_ends(graph, seconds) == expected
 
 
 @pytest.mark.parametrize("direction", ["F", "B"])

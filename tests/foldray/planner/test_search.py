@@ -11,6 +11,7 @@ import pytest
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
+from foldray.planner.bounds import stage_bounds
 from foldray.planner.candidate import Candidate, Job
 from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
@@ -78,7 +79,8 @@ def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, 
                 step = Step(each.what.candidate, OpWork(each.what.candidate, refinement.device))
                 reductions = [step.prediction(other).seconds for other in asked.reductions]
                 assert each.what.prediction.seconds == min(reductions) == step.prediction().seconds
-                apart = step.bound(), step.simulated_bound(), each.what.prediction.seconds
+                stages = stage_bounds(step.rank, step.layout.contents, step.pieces)
+                apart = step.bound(stages), step.simulated_bound(), each.what.prediction.seconds
                 assert all(low * CLOSE <= high for low, high in itertools.pairwise(apart))
                 assert each.what.memory == ledger(each.what.candidate, step.rank, asked.imbalance)
             queue.append(each)
