@@ -91,13 +91,11 @@ def apart(ours: dict[int, float], theirs: dict[int, float]) -> dict[int, float]:
 
 def draw(results: dict[str, Curves], least: float, path: Path) -> None:
     """Draw all curves above, and their distances to the first one below. Distances below `least` are drawn there."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from trainers.pictures.canvas import panels, write
 
     (plain, reference), *others = results.items()
-    figure = Figure(figsize=(10, 6), dpi=144, layout="constrained")
+    figure, (above, below) = panels(10, 6, 2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(f"{', '.join(name for name, _ in others)} against {plain}", x=0.01, ha="left", fontweight="bold")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     styles = {"training": "-", "validation": "--"}
     for kind, style in styles.items():
         above.plot(*zip(*reference[kind].items(), strict=True), style, color=_COLOURS[0], linewidth=4, alpha=0.3,
@@ -114,9 +112,7 @@ def draw(results: dict[str, Curves], least: float, path: Path) -> None:
     below.set_xlabel("training step")
     above.set_ylabel("loss (nats per token)")
     above.legend(frameon=False)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
 
 
 def main() -> None:

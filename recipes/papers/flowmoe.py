@@ -75,11 +75,9 @@ def seconds(spec: ModelSpec, schedule: str, batch: int, length: int, machines: h
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from trainers.pictures.canvas import one_panel, write
 
-    figure = Figure(figsize=(11, 5), dpi=144, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = one_panel(11, 5)
     width = 0.8 / len(ROWS)
     for number, name in enumerate(ROWS):
         at = [place + width * number for place in range(len(rows))]
@@ -87,8 +85,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))], list(rows))
     axes.set_title("speed over vanilla, simulated", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
 
 
 def main() -> None:

@@ -161,13 +161,12 @@ def show(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw stacked bars of the bytes inside nodes and between nodes, folded and unfolded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from trainers.pictures.canvas import panels, write
 
     tables = list(dict.fromkeys(row.table for row in rows))
-    figure = Figure(figsize=(11, 4.6), dpi=144, layout="constrained")
+    figure, beside = panels(11, 4.6, 1, len(tables))
     figure.suptitle("Expert traffic of one step on two nodes of four ranks", x=0.01, ha="left", fontweight="bold")
-    for axes, table in zip(figure.subplots(1, len(tables)), tables, strict=True):
+    for axes, table in zip(beside, tables, strict=True):
         shown = [row for row in rows if row.table == table]
         labels = [f"{row.name}{'*' if row.folded else ''}" for row in shown]
         inside, across = ([getattr(row, side) / 2**20 for row in shown] for side in ("inside", "across"))
@@ -178,10 +177,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.annotate(f"{value:.1f}", (place, value), ha="center", va="bottom", fontsize=8, color="#1f2937")
         axes.set_xticks(list(places), labels, fontsize=8, rotation=30, ha="right")
         axes.set_title(f"{table}   (* folded)", fontsize=10, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("MiB sent by all ranks")
-    figure.axes[0].legend(frameon=False, fontsize=9)
-    FigureCanvasAgg(figure).print_png(str(path))
+    beside[0].set_ylabel("MiB sent by all ranks")
+    beside[0].legend(frameon=False, fontsize=9)
+    write(figure, path)
 
 
 def main() -> None:

@@ -119,11 +119,9 @@ def sweep(machines: hardware.Hardware) -> dict[str, list[float]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], swept: dict[str, list[float]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from trainers.pictures.canvas import panels, write
 
-    figure = Figure(figsize=(13, 5), dpi=144, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, (left, right) = panels(13, 5, 1, 2, width_ratios=(3, 2))
     width = 0.8 / len(KINDS)
     for number, name in enumerate(KINDS):
         at = [place + width * number for place in range(len(rows))]
@@ -146,9 +144,7 @@ def draw(rows: Sequence[dict[str, Any]], swept: dict[str, list[float]], path: Pa
     right.set_xticks(degrees, [str(degree) for degree in degrees])
     right.set_xlabel("degree")
     right.set_title(f"throughput by degree, {model}, {length // 1024}K tokens", loc="left", fontsize=10)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write(figure, path)
 
 
 def main() -> None:

@@ -29,10 +29,17 @@ _DPI = 144
 
 def one_panel(width: float, height: float) -> tuple[Figure, Axes]:
     """Return a figure of this size in inches, and axes that fill it. `write` writes it."""
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, (axes,) = panels(width, height)
     return figure, axes
+
+
+def panels(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure of this size in inches, and its axes in rows and columns. `options` are those of `Figure.subplots`."""
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    figure.subplots(rows, columns, **options)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, figure.axes
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from foldray.kinds import OP_KINDS
 from foldray.schedule import Graph, Op, Span
 from foldray.timeline import length, merged
-from trainers.pictures.canvas import INK, RED, write
+from trainers.pictures.canvas import INK, RED, panels, write
 
 _HATCHES = {"B": "////", "W": "xxxx"}
 
@@ -24,12 +23,11 @@ def draw_timelines(graph: Graph, rows: Mapping[str, Mapping[Op, Span]], path: Pa
     `rows` maps names to spans in seconds; the first span starts at zero.
     """
     end = max(span.end for spans in rows.values() for span in spans.values())
-    figure = Figure(figsize=(14, 1.1 + 1.35 * len(rows)), dpi=144, layout="constrained")
+    figure, stacked = panels(14, 1.1 + 1.35 * len(rows), len(rows), sharex=True)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", color=INK)
-    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, spans) in zip(panels, rows.items(), strict=True):
+    for axes, (name, spans) in zip(stacked, rows.items(), strict=True):
         _draw(axes, graph, name, spans, end)
-    panels[-1].set_xlabel("milliseconds")
+    stacked[-1].set_xlabel("milliseconds")
     kinds = {op.kind for spans in rows.values() for op in spans}
     patches = [Patch(color=row.colour, label=row.label) for name, row in OP_KINDS.items() if name in kinds]
     patches += [
