@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from foldray.blueprint import ModelSpec, Ownership
@@ -152,17 +156,38 @@ def gradients(engine: Any) -> dict[str, Held]:
 
 
 def one_process(recipe: Recipe, **options: Any) -> dict[str, Any]:
-    """Train the same recipe on one rank, with the torch engine and experts in a loop."""
-    single = make_recipe(
-        1,
-        **{section: recipe.model_dump()[section] for section in ("model", "optimizer", "precision")},
-        training={"micro_batch": BATCH, "steps": recipe.training.steps},
-        moe={"experts": "loop"},
-    )  # fmt: skip
-    return train(0, single, **options)
+    """Train the same recipe on one rank, with the torch engine and experts in a loop. Equal trainings run once."""
+    sections = recipe.model_dump_json(include={"model", "optimizer", "precision"})
+    return _one_process(sections, recipe.training.steps, **options)
 
 
-def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool) -> tuple[float, str]:
+@cache
+def _one_process(sections: str, total: int, **options: Any) -> dict[str, Any]:
+    training = {"micro_batch": BATCH, "steps": total}
+    return train(0, make_recipe(1, **json.loads(sections), training=training, moe={"experts": "loop"}), **options)
+
+
+def check_equal(
+    found: Sequence[dict[str, Any]], reference: dict[str, Any], tolerance: float = 1e-10, relative: bool = False, about: Any = ""
+) -> None:
+    """Check that all ranks have the weights of another training, its losses, norms and counts, and equal copies of weights.
+
+    Args:
+        relative: divide a difference of weights by the largest value of its tensor.
+        about: what the message of a failure says beside the difference.
+    """
+    difference, where = worst(found, reference, relative)
+    assert difference <= tolerance, f"{where} {about}"
+    assert drifted(found) == [], f"copies of the same weights part {about}"
+    for rank, part in enumerate(found):
+        for key in (part.keys() & reference.keys()) - {"weights"}:
+            ours, theirs = np.asarray(part[key]), np.asarray(reference[key])
+            assert ours.shape == theirs.shape, f"{key} on rank {rank} {about}"
+            off = np.abs(ours - theirs) / np.clip(np.abs(theirs), 0.01, 1)
+            assert off.max(initial=0) <= tolerance, f"{key} on rank {rank}: {ours}, not {theirs} {about}"
+
+
+def worst(found: Sequence[dict[str, Any]], reference: dict[str, Any], relative: bool) -> tuple[float, str]:
     """Return the largest difference of any weight on any rank, with its name.
 
     Args:
@@ -179,7 +204,7 @@ def worst(found: list[dict[str, Any]], reference: dict[str, Any], relative: bool
     return max(differences)
 
 
-def drifted(found: list[dict[str, Any]]) -> list[str]:
+def drifted(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return the weights of which two ranks hold the same box with different bits."""
     first: dict[tuple, torch.Tensor] = {}
     apart = set()

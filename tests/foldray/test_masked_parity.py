@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from foldray.model import IGNORED
 from foldray.recipe import Recipe
-from tests.foldray.parity import batches, drifted, make_recipe, one_process, train, worst
+from tests.foldray.parity import batches, check_equal, make_recipe, one_process, train
 
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (2, {}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"cp": 2}), (2, {"pp": 2}), (4, {"ep": 2}), (4, {"tp": 2, "etp": 2}),
@@ -26,12 +25,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 def _equal_one_process(ranks: Any, recipe: Recipe, tolerance: float, relative: bool = False) -> None:
     found = ranks(recipe.cluster.workers).run(train, recipe, 2, False, True, timeout=240)
-    reference = one_process(recipe, steps=2, masked=True)
-    difference, where = worst(found, reference, relative=relative)
-    assert difference <= tolerance, where
-    assert drifted(found) == []
-    for rank in found:
-        assert torch.tensor(rank["losses"]).sub(torch.tensor(reference["losses"])).abs().max() <= max(tolerance, 1e-10)
+    check_equal(found, one_process(recipe, steps=2, masked=True), tolerance, relative)
 
 
 @pytest.mark.gate(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +13,7 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
-from tests.foldray.parity import BATCH, drifted, engine_of, go_by_times, make_recipe, model_of, one_process, worst
+from tests.foldray.parity import BATCH, check_equal, make_recipe, model_of, one_process, train
 from tests.gate import examples
 
 FOLDS: list[tuple[int, dict[str, int]]] = [
@@ -43,15 +42,6 @@ def recipe_of(world: int, fold: dict[str, int], schedule: dict[str, Any], zero: 
     )  # fmt: skip
 
 
-def trained(rank: int, recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Train some steps. After the first step, an open order uses its measured times."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    found = go_by_times(engine, groups, recipe, steps)
-    groups.close()
-    return found
-
-
 @pytest.mark.gate(1)
 @pytest.mark.parametrize("other", [False, True], ids=["one", "other"])
 @pytest.mark.parametrize("schedule", CHUNKS, ids=str)
@@ -63,13 +53,8 @@ def test_every_reduction_equals_one_process(ranks, world: int, fold: dict, zero:
     recipe = recipe_of(world, fold, schedule, zero, optimizer)
     reference = one_process(recipe, steps=2)
     assert min(reference["norms"]) > optimizer["clip"], "the test needs norms above the limit"
-    found = ranks(world).run(trained, recipe, 2)
-    difference, where = worst(found, reference, relative=False)
-    assert difference <= 1e-10, where
-    assert drifted(found) == []
-    for rank in found:
-        assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-10)
-        assert np.array(rank["losses"]) == pytest.approx(np.array(reference["losses"]), rel=1e-10)
+    found = ranks(world).run(train, recipe, 2)
+    check_equal(found, reference)
 
 
 _WITHOUT: list[tuple[int, dict[str, int], dict[str, Any]]] = [
@@ -84,12 +69,7 @@ _WITHOUT: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 def test_ranks_without_parameters_of_a_class_equal_one_process(ranks, world: int, fold: dict, model: dict, zero: int) -> None:
     """A position with only dense blocks has no expert gradients. A model with only dense blocks has none at all."""
     recipe = make_recipe(world, fold, model=model, engine={"kind": "torch", "zero": zero}, optimizer=OPTIMIZERS[zero % 2])
-    found = ranks(world).run(trained, recipe, 2)
-    reference = one_process(recipe, steps=2)
-    difference, where = worst(list(found), reference, relative=False)
-    assert difference <= 1e-10, where
-    assert drifted(list(found)) == []
-    assert [rank["norms"] for rank in found] == [pytest.approx(reference["norms"], rel=1e-10)] * world
+    check_equal(ranks(world).run(train, recipe, 2), one_process(recipe, steps=2))
 
 
 SIZES = st.one_of(st.integers(1, 5000), st.just(1 << 30))

@@ -13,7 +13,7 @@ import torch
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.foldray.parity import BATCH, batches, drifted, engine_of, make_recipe, one_process, train, weights, worst
+from tests.foldray.parity import BATCH, batches, check_equal, engine_of, make_recipe, one_process, train, weights
 
 STREAM: dict[str, Any] = {"kind": "stream", "degree": 2}
 CHUNKS: dict[str, Any] = {"kind": "one_a_one_m", "degree": 2, "reduction": "chunks", "sp_bytes": 4096}
@@ -45,12 +45,7 @@ def uneven(world: int, fold: dict[str, int], size: int, **sections: Any) -> Reci
 
 def check(ranks: Any, recipe: Recipe, tolerance: float = 1e-10, relative: bool = False, **options: bool) -> None:
     found = ranks(recipe.cluster.workers).run(train, recipe, 2, *options.values(), timeout=240)
-    reference = one_process(recipe, steps=2, **options)
-    difference, where = worst(found, reference, relative=relative)
-    assert difference <= tolerance, where
-    assert drifted(found) == []
-    for rank in found:
-        assert torch.tensor(rank["losses"]).sub(torch.tensor(reference["losses"])).abs().max() <= max(tolerance, 1e-10)
+    check_equal(found, one_process(recipe, steps=2, **options), tolerance, relative)
 
 
 @pytest.mark.gate(1)

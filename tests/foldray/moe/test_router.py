@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from foldray.fold import Fold
 from foldray.kernels.capacity import capacity, keep_within
 from foldray.moe import Router
 from foldray.recipe import Recipe
-from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
+from tests.foldray.parity import MODEL, check_equal, make_recipe, one_process, train, worst
 
 GROUPS = Groups.create(Fold(1))
 BATCH, LENGTH = 8, 32
@@ -206,8 +205,7 @@ def test_training_that_drops_of_whole_sequences_does_not_depend_on_the_fold(rank
     recipes = [make_recipe(4, fold, model=model) for fold in TRAINED]
     reference = one_process(recipes[0], steps=2)
     for recipe, found in zip(recipes, _train(ranks, 4, recipes), strict=True):
-        difference, where = worst(found, reference, relative=False)
-        assert difference <= 1e-10, f"{where}, {recipe.fold}"
+        check_equal(found, reference, about=recipe.fold)
 
 
 @pytest.mark.gate(1 / 4)
@@ -229,10 +227,7 @@ def test_balanced_training_depends_neither_on_the_fold_nor_on_the_micro_batch(ra
     recipes = [make_recipe(4, fold, model=model, training={"micro_batch": micro_batch}) for fold in folds]
     reference = one_process(recipes[0], steps=2)
     for recipe, found in zip(recipes, _train(ranks, 4, recipes), strict=True):
-        difference, where = worst(found, reference, relative=False)
-        assert difference <= 1e-10, f"{where}, {recipe.fold}"
-        for part in found:
-            assert np.array(part["losses"]) == pytest.approx(np.array(reference["losses"]), abs=1e-10)
+        check_equal(found, reference, about=recipe.fold)
 
 
 @pytest.mark.gate(1 / 6)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -16,7 +15,7 @@ from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, all_losses
 from foldray.recipe import DataSpec, Recipe
 from foldray.runtime import Trace
-from tests.foldray.parity import MODEL, drifted, engine_of, make_recipe, model_of, weights, worst
+from tests.foldray.parity import MODEL, check_equal, engine_of, make_recipe, model_of, weights
 from tests.trainers.data.chats import CHATS, chat, make_tokenizer
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, end
@@ -106,12 +105,7 @@ def test_every_fold_equals_one_process(ranks, packed, workers: int, fold: dict[s
     assert recipe.data.mask_documents
     found = ranks(workers).run(train, recipe, *packed, timeout=240)
     reference = train(0, recipe_of(1, {}, training={"micro_batch": 8}, layers=recipe.model.layers), *packed)
-    difference, where = worst(found, reference, relative=False)
-    assert difference <= 1e-10, where
-    assert drifted(found) == []
-    for rank in found:
-        assert np.abs(np.asarray(rank["losses"]) - reference["losses"]).max() <= 1e-10
-        assert rank["evaluated"] == pytest.approx(reference["evaluated"], abs=1e-10)
+    check_equal(found, reference)
 
 
 def test_what_counts_differs_from_rank_to_rank(packed) -> None:
