@@ -130,26 +130,26 @@ def test_a_model_without_preset():
         Recipe.parse({"model": {key: size for key, size in sizes.items() if key != "vocab"}})
 
 
-BAD = [
+BAD = [  # overrides, the field of the mistake or also its value, a part of the line
     # keys and sections
     ("trainig.steps=3", "trainig", "is not a known key; did you mean 'training'?; legal: name, model"),
     ("training.step=3", "training.step", "did you mean 'steps'?"),
     ("data.validation.share=0.1", "data.validation.share", "is not a known key; legal: fraction, path"),
     ("model.router.temperature=1", "model.router.temperature", "is not a known key"),
     ("fold.dp=2", "fold.dp", "is not a known key"),
-    ("training=3", "training", "valid dictionary"),
-    ("training.steps.first=3", "training.steps.first", "steps is not a section"),
-    ("training.steps", "override", "must read key.sub=value"),
-    ("=3", "override", "must read key.sub=value"),
+    ("training=3", "training=3", "is a section and needs a valid dictionary of its keys; legal: steps, stop_after"),
+    ("training.steps.first=3", "training.steps.first=3", "steps is not a section"),
+    ("training.steps", "override=training.steps", "must read key.sub=value"),
+    ("=3", "override==3", "must read key.sub=value"),
     ("training.steps=[1", "training.steps", "is not a YAML value"),
     # types and ranges
     ("training.steps=many", "training.steps", "valid integer"),
     ("training.steps=0", "training.steps", "greater than or equal to 1"),
-    ("training.steps=1.5", "training.steps", "valid integer"),
-    ("training.steps=", "training.steps", "valid integer"),
+    ("training.steps=1.5", "training.steps=1.5", "is not a valid integer"),
+    ("training.steps=", "training.steps=null", "is not a valid integer"),
     ("training.seed=-1", "training.seed", "greater than or equal to 0"),
     ("optimizer.lr=0", "optimizer.lr", "greater than 0"),
-    ("optimizer.lr=.inf", "optimizer.lr", "finite"),
+    ("optimizer.lr=.inf", "optimizer.lr=inf", "must be a finite number"),
     ("optimizer.eps=.nan", "optimizer.eps", "finite"),
     ("optimizer.clip=0", "optimizer.clip", "greater than 0"),
     ("optimizer.min_lr=1.5", "optimizer.min_lr", "less than or equal to 1"),
@@ -159,22 +159,22 @@ BAD = [
     ("data.seq_len=0", "data.seq_len", "greater than or equal to 1"),
     ("checkpoint.keep=0", "checkpoint.keep", "greater than or equal to 1"),
     ("cluster.workers=0", "cluster.workers", "greater than or equal to 1"),
-    ("cluster.gpu=perhaps", "cluster.gpu", "valid boolean"),
+    ("cluster.gpu=perhaps", "cluster.gpu=perhaps", "is not a valid boolean"),
     ("name=two words", "name", "letters, digits"),
-    ("name=../up", "name", "letters, digits"),
+    ("name=../up", "name=../up", "may hold letters, digits"),
     # choices
     ("optimizer.kind=adam", "optimizer.kind", "legal: adamw, sgd, muon"),
     ("optimizer.decay=exponential", "optimizer.decay", "legal: cosine, linear, constant"),
     ("precision=float16", "precision", "legal: float32, bfloat16, float64"),
     ("engine.kind=megatron", "engine.kind", "legal: deepspeed, torch"),
-    ("engine.zero=3", "engine.zero", "legal: 0, 1, 2"),
+    ("engine.zero=3", "engine.zero=3", "legal: 0, 1, 2"),
     ("schedule.kind=random", "schedule.kind", "is not a legal value; legal: sequential"),
-    ("moe.backend=cuda", "moe.backend", "legal: torch, tutel, deepspeed"),
+    ("moe.backend=cuda", "moe.backend=cuda", "legal: torch, tutel, deepspeed"),
     ("data.source=web", "data.source", "legal: stdlib, text, jsonl, parquet"),
     ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
     ("model.norm=batchnorm", "model.norm", "legal: rmsnorm, layernorm"),
     # the model
-    ("model.preset=tiney", "model.preset", "is not a known model; did you mean 'tiny'?"),
+    ("model.preset=tiney", "model.preset=tiney", "is not a known model; did you mean 'tiny'?; legal: tiny, tiny-gpt"),
     ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),
     ("model.head_dim=31", "model.head_dim", "must be even"),
     (
@@ -210,10 +210,10 @@ BAD = [
     ("fold.ep=3", "fold", "etp·ep·pp must divide the world size 2 (cluster.workers); nearest legal folds: tp=1"),
     ("fold.ep=0", "fold.ep", "greater than or equal to 1"),
     ("fold.etp=2", "fold", "etp·ep·pp must divide the world size 2 (cluster.workers); nearest legal folds: tp=1"),
-    ("model.experts=7", "fold.ep", "must divide model.experts=7; legal: 1"),
-    ("training.global_batch=6", "training.global_batch", "must be a multiple of dp × micro_batch = 2 × 2"),
+    ("model.experts=7", "fold.ep=2", "must divide model.experts=7; legal: 1"),
+    ("training.global_batch=6", "training.global_batch=6", "must be a multiple of dp × micro_batch = 2 × 2"),
     ("training.weights=hub", "data.tokenizer", "must be named beside training.weights"),
-    ("training.stop_after=11", "training.stop_after", "must be at most steps=10"),
+    ("training.stop_after=11", "training.stop_after=11", "must be at most steps=10"),
     ("optimizer.warmup_steps=11", "optimizer.warmup_steps", "must be at most steps=10"),
     # the data
     ("data.path=a.txt", "data.path", "has no meaning with source=stdlib"),
@@ -221,7 +221,7 @@ BAD = [
     ("export.generation.from=2026-11-28", "export.generation.from", "is no value of JSON"),
     ("export.generation.eos_token_id=[3, end]", "export.generation.eos_token_id", "of tokens of the vocabulary; legal: 0…"),
     ("export.tokens.eos=[70000]", "export.tokens.eos", "of tokens of the vocabulary; legal: 0…"),
-    ("data.source=jsonl", "data.path", "source=jsonl needs a file or a glob"),
+    ("data.source=jsonl", "data.path=null", "source=jsonl needs a file or a glob"),
     ("data.source=conversations", "data.path", "source=conversations needs a file or a glob"),
     ("data={source: conversations, path: a.jsonl}", "data.tokenizer", "has no chat template; name a folder"),
     ("data.train_on=all", "data.train_on", "has no meaning with source=stdlib, only with conversations; legal: assistant"),
@@ -254,7 +254,7 @@ BAD = [
     ("schedule={batch_degree: 2}", "schedule.batch_degree", "kind=sequential cuts nothing"),
     ("schedule={kind: flow, batch_degree: 1, backward: stream}", "schedule.backward", "cut nothing"),
     ("engine.zero=0 precision=bfloat16", "engine.zero", "legal: 1, 2"),
-    ("precision=float64", "precision", "use engine.kind=torch; legal: float32, bfloat16"),
+    ("precision=float64", "precision=float64", "use engine.kind=torch; legal: float32, bfloat16"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "has no meaning with kind=adamw"),
     ("optimizer.kind=muon", "engine.kind", "optimizer.kind=muon needs whole ones; legal: torch"),
     ("optimizer={nesterov: false}", "optimizer.nesterov", "has no meaning with kind=adamw, only with muon; legal: true"),
@@ -263,7 +263,7 @@ BAD = [
     ("optimizer={adamw_lr: 0.1}", "optimizer.adamw_lr", "only with muon; legal: null"),
     ("optimizer.ns_steps=0", "optimizer.ns_steps", "greater than or equal to 1"),
     ("optimizer.adjust_lr=spectral", "optimizer.adjust_lr", "legal: match_rms_adamw, original"),
-    ("moe.backend=deepspeed model.preset=tiny-fine", "moe.backend", "legal: torch, tutel"),
+    ("moe.backend=deepspeed model.preset=tiny-fine", "moe.backend=deepspeed", "with scale 1; legal: torch, tutel"),
     ("moe.backend=deepspeed model.topk=1", "moe.backend", "softmax over all experts"),
     ("moe.backend=tutel precision=float64 engine.kind=torch", "moe.backend", "would round float64"),
     ("moe.dispatch=expert", "moe.dispatch", "legal: assignment, rank"),
@@ -285,14 +285,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "field", "fragment"), BAD, ids=[bad[0] for bad in BAD])
-def test_bad_recipes_are_refused_in_one_line(good, overrides, field, fragment):
+@pytest.mark.parametrize(("overrides", "given", "fragment"), BAD, ids=[bad[0] for bad in BAD])
+def test_bad_recipes_are_refused_in_one_line(good, overrides, given, fragment):
     several = overrides.split() if overrides.startswith(("moe.", "engine.zero=0 ")) else [overrides]
     with pytest.raises(UserError) as error:
         Recipe.load(good, several)
     line = str(error.value)
-    assert error.value.field == field
-    assert line.startswith(f"{field}=")
+    assert line.startswith(f"{given}: " if "=" in given else f"{given}=")
+    assert line.startswith(f"{error.value.field}=")
     assert fragment in line
     assert "\n" not in line
     assert error.value.__suppress_context__ or error.value.__context__ is None
