@@ -23,6 +23,8 @@ from typing import Any, Literal, Self
 import psutil
 import yaml
 
+from tests.trainers.driver.runs import write_texts
+
 Moment = Literal["begin", "start", "step", "saving"]
 MOMENTS: tuple[Moment, ...] = ("start", "step", "saving")
 STEPS, EVERY, TIMEOUT = 120, 10, 20
@@ -221,11 +223,10 @@ class Hurt:
 
 def prepare(folder: Path) -> None:
     """Write the recipe and the text of a training."""
-    for name in ("texts", "storage", "tmp"):
+    write_texts(folder / "texts", 4000)
+    for name in ("storage", "tmp"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "hurting.py").write_text(HURTING)
-    for i in range(4):
-        (folder / "texts" / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(4000)))
     recipe = {**RECIPE, "data": {**RECIPE["data"], "path": str(folder / "texts" / "*.txt")}}
     recipe["cluster"] = {**RECIPE["cluster"], "storage": str(folder / "storage")}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

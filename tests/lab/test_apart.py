@@ -10,23 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import LAB, Host, hosts
+from tests.lab.hosts import LAB, Host
 from tests.lab.ray_cluster import Cluster, ray_cluster
 from tests.pool import repository
 
 pytestmark = pytest.mark.nightly(LAB)
 
+NODES = 2
 _LABELS = ("role=experts", "role=attention")  # the head node has the experts, so Ray must go by the labels
 _RECIPE = repository() / "recipes" / "disaggregated.yaml"
 _SHORT = ["training.stop_after=3", "training.eval_sequences=16", "fold.ep=1", "cluster.workers=2"]
 _PLACED = ["placement.attention=1", "placement.experts=1", "placement.attention_nodes=role=attention"]
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[list[Host]]:
-    """Two hosts for a cluster, and one for the user."""
-    with hosts(3) as lab_hosts:
-        yield lab_hosts
 
 
 @pytest.fixture(scope="module")

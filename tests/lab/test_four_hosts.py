@@ -7,18 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import LAB, Host, hosts
+from tests.lab.hosts import LAB, Host
 from tests.lab.outcomes import outcome, run_folder
 from tests.lab.ray_cluster import Cluster, ray_cluster
 from tests.pool import repository
 
 pytestmark = [pytest.mark.nightly(LAB), pytest.mark.timeout(900)]
 
+NODES = 4
 _SIZES = ["cluster.workers=4", "fold.ep=4", "training.micro_batch=4"]
 _SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
 _LIMIT = 400  # seconds for one training on a busy machine
@@ -38,13 +38,6 @@ assert nodes == {ray.get_runtime_context().get_node_id()}, nodes
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[list[Host]]:
-    """Four hosts for a cluster, and one for the user."""
-    with hosts(5) as lab_hosts:
-        yield lab_hosts
-
-
-@pytest.fixture(scope="module")
 def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of the same training on a cluster of one host."""
     storage = tmp_path_factory.mktemp("alone")
@@ -56,9 +49,9 @@ def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(lab: list[Host], alone: Path) -> Iterator[Cluster]:
-    with ray_cluster(lab[:4]) as running:
-        yield running
+def cluster(alone: Path, cluster: Cluster) -> Cluster:
+    """The cluster of all hosts, which begins when that of one host has ended."""
+    return cluster
 
 
 def submit(lab: list[Host], cluster: Cluster, storage: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -6,19 +6,21 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.lab.hosts import LAB, Host, hosts
-from tests.lab.ray_cluster import Cluster, ray_cluster
+from tests.lab.hosts import LAB, Host
+from tests.lab.ray_cluster import Cluster
 from tests.pool import repository
+from tests.trainers.driver.runs import write_texts
 
 pytestmark = [pytest.mark.nightly(LAB), pytest.mark.timeout(1500)]
 
+NODES = 4
 STEPS = 400
 RECIPE: dict[str, Any] = {
     "name": "refold",
@@ -36,25 +38,10 @@ RECIPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[list[Host]]:
-    """Four hosts for a cluster, and one for the user."""
-    with hosts(5) as lab_hosts:
-        yield lab_hosts
-
-
-@pytest.fixture(scope="module")
-def cluster(lab: list[Host]) -> Iterator[Cluster]:
-    with ray_cluster(lab[:4]) as running:
-        yield running
-
-
 @pytest.fixture
 def submit(lab: list[Host], cluster: Cluster, tmp_path: Path) -> Callable[..., tuple[subprocess.Popen, Path]]:
     """A function that submits the recipe, and returns the process and the folder of its runs."""
-    (tmp_path / "texts").mkdir()
-    for i in range(4):
-        (tmp_path / "texts" / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(4000)))
+    write_texts(tmp_path / "texts", 4000)
 
     def start(name: str) -> tuple[subprocess.Popen, Path]:
         storage = tmp_path / name

@@ -6,32 +6,26 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lab.hosts import LAB, Host, hosts
+from tests.lab.hosts import LAB, Host
 from tests.lab.outcomes import outcome, run_folder
-from tests.lab.ray_cluster import PACKAGES, Cluster, ray_cluster
+from tests.lab.ray_cluster import PACKAGES, Cluster
 from tests.pool import repository
 
 pytestmark = pytest.mark.nightly(LAB)
 
+NODES = 2
 _FOLDRAY = [sys.executable, "-m", "foldray"]
 _RECIPE = repository() / "recipes" / "quickstart.yaml"
 _SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
 _LIMIT = 400  # seconds for one training on a busy machine
 
 Command = Callable[..., subprocess.CompletedProcess]
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[list[Host]]:
-    """Two hosts for a cluster, and one for the user."""
-    with hosts(3) as lab_hosts:
-        yield lab_hosts
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +38,9 @@ def alone(lab: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(lab: list[Host], alone: Path) -> Iterator[Cluster]:
-    with ray_cluster(lab[:2]) as running:
-        yield running
+def cluster(alone: Path, cluster: Cluster) -> Cluster:
+    """The cluster, which begins when the training without it has ended."""
+    return cluster
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.context import DistributedContext
 from foldray.cli import main
 from foldray.fold import Edges, Flow, Fold
 from tests.foldray.parity import make_recipe
-from tests.trainers.driver.runs import MODEL
+from tests.trainers.driver.runs import MODEL, write_texts
 from trainers.cluster import seating
 from trainers.cluster.seating import NODE_ID, Host, Seating, chosen_nodes, seated, traffic_of
 
@@ -123,8 +123,7 @@ def test_the_traffic_of_a_recipe(fold: dict[str, int]) -> None:
 
 def on_several_nodes(nodes: str, what: str, folder: Path) -> dict[str, Any]:
     """Run `several_nodes`, and return what it found. TP groups and EP groups are ranks 0 and 2, and ranks 1 and 3."""
-    for i in range(3):
-        (folder / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
+    write_texts(folder, files=3)
     recipe = {
         "name": "test", "model": MODEL,
         "data": {"source": "text", "path": str(folder / "*.txt"), "seq_len": 32, "validation": {"fraction": 0.3}},

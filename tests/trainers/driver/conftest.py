@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.driver.runs import fit, recipe
+from tests.trainers.driver.runs import fit, recipe, write_texts
 from trainers import FoldTrainer
 
 
@@ -15,10 +15,7 @@ from trainers import FoldTrainer
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for runs, with texts."""
     folder = tmp_path_factory.mktemp("storage")
-    texts = folder / "texts"
-    texts.mkdir()
-    for i in range(4):
-        (texts / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
+    write_texts(folder / "texts")
     return folder
 
 

@@ -37,6 +37,13 @@ def recipe(storage: Path, **sections: Any) -> Recipe:
     )
 
 
+def write_texts(folder: Path, many: int = 2000, files: int = 4) -> None:
+    """Make a folder with files of text that a small model can learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(files):
+        (folder / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(many)))
+
+
 def fit(recipe: Recipe, **options: Any) -> FoldTrainer:
     trainer = FoldTrainer(recipe, **options)
     trainer.fit()

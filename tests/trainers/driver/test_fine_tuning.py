@@ -14,8 +14,9 @@ from torch.nn import functional
 from foldray.cli import main
 from foldray.recipe import Recipe
 from tests.trainers.data.chats import CHATML, CHATS, chat, make_tokenizer
+from tests.trainers.driver.runs import fit
 from tests.trainers.hugging_face.test_export import SIZES, make_run
-from trainers import FoldTrainer, Model
+from trainers import Model
 from trainers.data.packed import Batches, PackedData
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -48,13 +49,6 @@ def recipe_of(storage: Path, **training: Any) -> Recipe:
     })  # fmt: skip
 
 
-def fit(recipe: Recipe, **options: Any) -> Any:
-    trainer = FoldTrainer(recipe, **options)
-    trainer.fit()
-    assert trainer.run is not None
-    return trainer.run
-
-
 def mean_loss(model: Model, tokens: torch.Tensor, trained: torch.Tensor, segments: torch.Tensor) -> float:
     logits = model.transformer.logits(tokens[:, :-1], segments)
     return float(functional.cross_entropy(logits[trained], tokens[:, 1:][trained]))
@@ -63,7 +57,7 @@ def mean_loss(model: Model, tokens: torch.Tensor, trained: torch.Tensor, segment
 @pytest.fixture(scope="module")
 def whole(storage: Path, ray_session: None) -> Any:
     """An uninterrupted run."""
-    return fit(recipe_of(storage))
+    return fit(recipe_of(storage)).run
 
 
 @pytest.mark.nightly("another training")
@@ -87,8 +81,8 @@ def test_a_run_reports_the_tokens_that_count(storage: Path, whole: Any) -> None:
 
 @pytest.mark.nightly("two trainings more")
 def test_a_run_goes_on_at_the_same_conversation(storage: Path, whole: Any) -> None:
-    first = fit(recipe_of(storage, stop_after=3))
-    second = fit(recipe_of(storage), resume=first.folder.path.name)
+    first = fit(recipe_of(storage, stop_after=3)).run
+    second = fit(recipe_of(storage), resume=first.folder.path.name).run
     ours, theirs = (
         [(each["loss"], each["trained_tokens"]) for _, each in sorted(run.folder.history.steps.items())]
         for run in (second, whole)

@@ -16,7 +16,7 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.trainers.data.chats import CHATS, make_tokenizer
-from tests.trainers.driver.runs import MODEL, fit, losses, recipe, same, weights
+from tests.trainers.driver.runs import MODEL, fit, losses, recipe, same, weights, write_texts
 from trainers.checkpoints.stored import look
 from trainers.data.mixture import Mixture, opened
 from trainers.data.prepare import prepare
@@ -30,9 +30,7 @@ STEPS, STOP = 16, 7
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("storage")
-    (folder / "texts").mkdir()
-    for i in range(4):
-        (folder / "texts" / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(100)))
+    write_texts(folder / "texts", 100)
     for name in ("few", "held"):  # a source that training sees several times
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"body": f"{name} {j} " * 5}) + "\n" for j in range(12)))
     with (folder / "few.jsonl").open("ab") as lines:

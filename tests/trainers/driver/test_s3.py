@@ -16,6 +16,7 @@ import yaml
 
 from tests.pool import repository
 from tests.s3 import ENVIRONMENT, NO_MOTO, S3, moto_server, s3_server
+from tests.trainers.driver.runs import MODEL, write_texts
 from trainers.telemetry.history import History
 
 pytestmark = [
@@ -26,24 +27,19 @@ pytestmark = [
 
 RECIPE: dict[str, Any] = {
     "name": "s3",
-    "model": {
-        "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
-        "expert_hidden": 48, "vocab": 264, "moe_every": 1,
-    },
+    "model": MODEL,
     "data": {"source": "text", "path": "texts/*.txt", "seq_len": 32, "validation": {"fraction": 0.3}},
     "fold": {"ep": 2},
     "engine": {"kind": "torch"},
     "training": {"steps": 12, "global_batch": 8, "micro_batch": 4, "eval_sequences": 8, "eval_every": 12},
     "checkpoint": {"every": 4},
     "cluster": {"workers": 2},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    (tmp_path / "texts").mkdir()
-    for i in range(4):
-        (tmp_path / "texts" / f"{i}.txt").write_text("".join(f"{i} times {j} is {i * j}. " for j in range(2000)))
+    write_texts(tmp_path / "texts")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return tmp_path
 

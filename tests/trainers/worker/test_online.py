@@ -14,14 +14,10 @@ from mlflow import MlflowClient
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.recipe import Recipe
+from tests.trainers.driver.runs import MODEL
 from trainers import FoldTrainer
 from trainers.worker.online import PATIENCE, SMALLEST, STEPS, TURNS, WATCHED, Knobs, Online
 from tuners import OnlineSearch
-
-MODEL = {
-    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64, "experts": 4, "topk": 2,
-    "expert_hidden": 48, "vocab": 264,
-}  # fmt: skip
 
 
 class Known:
