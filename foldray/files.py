@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import stat
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ def check_folder(field: str, path: Path) -> None:
         raise UserError(field, path, f"cannot be written (the folder {path.parent} does not exist)")
 
 
+@contextmanager
+def writing(field: str, path: str | Path) -> Iterator[None]:
+    """Turn errors of the disk into a UserError about what is written. `field` is what the user calls it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(field, path, f"cannot be written ({error.strerror or error})") from None
+
+
 def check_picture(path: Path) -> None:
     """Check the name of a picture before work begins that it will show."""
     if path.suffix.lower() != ".png":
@@ -131,10 +141,9 @@ def write_picture(path: str | Path, draw: Callable[[Path], None]) -> None:
     """Write a PNG with `draw`."""
     check_picture(Path(path))
     try:
-        draw(Path(path))
+        with writing("picture", path):
+            draw(Path(path))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
             raise
         raise MissingPackage("picture", path, "matplotlib", "pip install matplotlib") from None
-    except OSError as error:
-        raise UserError("picture", path, f"cannot be written ({error.strerror or error})") from None

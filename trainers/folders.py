@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
-from pyarrow import NativeFile
+from pyarrow import ArrowException, NativeFile
 from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ray.train import Checkpoint
@@ -17,6 +17,8 @@ from ray.train import Checkpoint
 _CHUNK, _MOST_JSON = 4 << 20, 16 << 20
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Model = TypeVar("Model")
+UNREACHED = (OSError, ValueError, ArrowException)
+"""What a filesystem raises if it cannot be reached, or refuses."""
 
 
 class Checked(BaseModel):
@@ -144,10 +146,10 @@ def read_json(folder: Folder, name: str, kind: TypeAdapter[Model], limit: int = 
     try:
         return kind.validate_json(folder.read(name, limit), strict=True)
     except ValidationError as error:
-        raise DamagedFile(name, f"cannot be read ({_first_fault(error)})") from None
+        raise DamagedFile(name, f"cannot be read ({first_fault(error)})") from None
 
 
-def _first_fault(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
     """Return the place and the message of the first error that pydantic reports."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])

@@ -16,6 +16,7 @@ from foldray.recipe import Recipe
 from foldray.schedule import StepGraph
 from foldray.timeline import Recording
 from trainers.cluster.actors import RankFailure, Ranks
+from trainers.cluster.joining import seats
 from trainers.measure.trial import Turn, measure_turn
 
 MeasureTurn = Callable[..., Turn]
@@ -174,7 +175,7 @@ def disjoint_nodes(workers: int, alive: list[dict[str, Any]], needs: dict[str, f
     than `most`.
     """
     sets: list[list[str]] = []
-    free = [(node["NodeID"], min(int(node["Resources"].get(name, 0) // need) for name, need in needs.items())) for node in alive]
+    free = [(node["NodeID"], seats(node["Resources"], needs)) for node in alive]
     free.sort(key=lambda node: -node[1])
     while free and len(sets) < most:
         chosen: list[str] = []

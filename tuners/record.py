@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foldray.errors import UserError
 from trainers.cluster.actors import MEMORY
+from trainers.folders import first_fault
 from tuners.table import Table
 
 Positive = Annotated[float, Field(gt=0)]
@@ -158,7 +159,7 @@ def read_trial(trial: FrozenTrial, table: Table[Any]) -> StoredTrial:
         if trial.params and row is None:
             record = TrialRecord(lost=True, reason="its parameters are no row of the table")
     except ValidationError as error:
-        record = TrialRecord(lost=True, reason=f"its attributes cannot be read ({_first_fault(error)})")
+        record = TrialRecord(lost=True, reason=f"its attributes cannot be read ({first_fault(error)})")
     return StoredTrial(
         trial.number, trial.state, row, trial.params, record, trial.datetime_start, trial.datetime_complete, trial._trial_id
     )
@@ -189,7 +190,7 @@ def read_study(study: optuna.Study) -> StudyRecord:
     try:
         return StudyRecord.of_attributes(study.user_attrs)
     except ValidationError as error:
-        rule = f"is a study whose attributes cannot be read ({_first_fault(error)}); choose another name"
+        rule = f"is a study whose attributes cannot be read ({first_fault(error)}); choose another name"
         raise UserError("tune.study", study.study_name, rule) from None
 
 
@@ -197,8 +198,3 @@ def write_study(study: optuna.Study, record: StudyRecord) -> None:
     """Write the fields of a record that were set. Other attributes of the study stay."""
     for name, value in record.as_attributes().items():
         study.set_user_attr(name, value)
-
-
-def _first_fault(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -100,12 +100,11 @@ class FoldTuner:
 
     def _choose_nodes(self) -> list[list[str] | None]:
         """Return the node ids of every bench; None lets Ray choose the nodes."""
-        spec, most = self.recipe.cluster, self.recipe.tune.parallel
+        most = self.recipe.tune.parallel
         if most == 1:
             return [None]
-        needs = {"CPU": float(spec.cpus_per_worker), **({"GPU": 1.0} if spec.gpu else {})}
         alive = [node for node in ray.nodes() if node["Alive"]]
-        return list(disjoint_nodes(spec.workers, alive, needs, most)) or [None]
+        return list(disjoint_nodes(self.recipe.cluster.workers, alive, joining.resources(self.recipe), most)) or [None]
 
     def _measure_reference(self, bench: Bench) -> float:
         try:

@@ -9,9 +9,10 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from foldray import files
 from foldray.errors import UserError
 
 _LOCK, _DRAFT = "lock", re.compile(r"\.[0-9a-f]{16}(\.[0-9a-f]{8})?")
@@ -85,13 +86,9 @@ def publish(draft: Path, folder: Path, is_done: Callable[[], bool]) -> None:
             raise
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> AbstractContextManager[None]:
     """Turn errors of the disk into a UserError about the cache that holds `folder`."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError("data.cache", folder.parent, f"cannot be written ({error.strerror or error})") from None
+    return files.writing("data.cache", folder.parent)
 
 
 def check_seen(is_seen: Callable[[], bool], cache: Path, node: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow
 from pyarrow.fs import FileSystem, LocalFileSystem
 
 from foldray.blueprint import parameter_table
@@ -18,13 +17,12 @@ from foldray.recipe import Recipe
 from trainers.checkpoints import reported
 from trainers.checkpoints.stored import METADATA, Stored, look
 from trainers.cluster.run_storage import storage_folder
-from trainers.folders import DamagedFile, Folder
+from trainers.folders import UNREACHED, DamagedFile, Folder
 
 _OURS = (METADATA, "manifest.", "sizes.")  # even a damaged checkpoint has at least one of these files
 _MOST_HASHED = 1 << 30
 """Largest checkpoint, in bytes, that the driver hashes itself, which takes a second. The workers hash larger ones."""
 _RUN = r"-\d{8}-\d{6}-[0-9a-f]{4}"  # what follows a recipe's name in the id of a run: day, time and a random number
-_UNREACHED = (OSError, ValueError, pyarrow.ArrowException)
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +48,7 @@ class Beginning:
         try:
             named = path if filesystem or "://" in path else str(Path(path).expanduser().absolute())
             return cls("from", path, Folder(named, filesystem))
-        except (*_UNREACHED, RuntimeError) as error:
+        except (*UNREACHED, RuntimeError) as error:
             raise UserError("from", path, f"is not a storage that can be reached ({error})") from None
 
     @classmethod
@@ -75,7 +73,7 @@ class Beginning:
                 for text in skipped:
                     _log.warning("run %s: its %s; foldray takes %s", run.last, text, name)
                 return cls("resume", run.last, run / name, stored)
-        except _UNREACHED as error:
+        except UNREACHED as error:
             raise UserError("resume", run.last, f"{run.name} cannot be reached ({error})") from None
         if was_complete:
             damage = f"its {skipped[0]}; " if skipped else ""
@@ -95,7 +93,7 @@ class Beginning:
             stored, _ = _check(self.folder)
         except DamagedFile as error:
             raise self.refused(error.name, error.what) from None
-        except _UNREACHED as error:
+        except UNREACHED as error:
             raise UserError(self.field, self.value, f"checkpoint {self.folder.name} cannot be reached ({error})") from None
         return stored
 
@@ -122,7 +120,7 @@ def list_checkpoints(run: Folder, begin: Beginning | None) -> None:
         names = [name for name in reported.steps(run) if begin and reported.step_of(name) <= reported.step_of(begin.folder.last)]
         if names or reported.LIST in (run.names() or ()):
             reported.write_list(run, names)
-    except _UNREACHED as error:
+    except UNREACHED as error:
         raise UserError("cluster.storage", run.name, f"does not take the list of checkpoints ({error})") from None
 
 
@@ -130,12 +128,12 @@ def _earlier(run: Folder, damaged: str) -> str:
     """Name the newest undamaged checkpoint of a run before a damaged one, with the command that continues from it."""
     try:
         names = [name for name in reported.steps(run) if reported.step_of(name) < reported.step_of(damaged)]
-    except _UNREACHED:
+    except UNREACHED:
         names = []
     for name in names:
         try:
             _, hashes_match = _check(run / name)
-        except (DamagedFile, *_UNREACHED):
+        except (DamagedFile, *UNREACHED):
             continue
         which = "the newest undamaged one before it" if hashes_match else "the newest one before it with all its files"
         return f"{which}: foldray train RECIPE --from {shlex.quote((run / name).name)}"
@@ -175,5 +173,5 @@ def newest_run(recipe: Recipe) -> str | None:
         place = Folder(storage)
         runs = [name for name in place.names() or [] if re.fullmatch(re.escape(recipe.name) + _RUN, name)]
         return next((name for name in reversed(runs) if "recipe.yaml" in ((place / name).names() or [])), None)
-    except _UNREACHED as error:
+    except UNREACHED as error:
         raise UserError("cluster.storage", storage, f"cannot be read ({error})") from None

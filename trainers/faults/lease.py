@@ -15,17 +15,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import pyarrow
 from pydantic import ValidationError
 
 from foldray.errors import UserError
-from trainers.folders import Checked, DamagedFile, Folder, printable
+from trainers.folders import UNREACHED, Checked, DamagedFile, Folder, printable
 
 _FILE, _MOST = "driver.json", 4096
 _PERIOD_S = 10.0  # between two signs of life
 _GONE_S = 60.0  # without one, the holder is gone
 _SURE_S = 1.0  # until the lease of a driver that starts at the same time would be there
-_UNREACHED = (OSError, ValueError, pyarrow.ArrowException)
 
 
 class _Held(Checked):
@@ -59,7 +57,7 @@ class Lease:
             return
         self._leaves.set()
         self._thread.join(_PERIOD_S)
-        with suppress(*_UNREACHED):
+        with suppress(*UNREACHED):
             if not self.lost and self._others() is None:
                 self._run.remove(_FILE)
                 if self._is_new and not self._run.names():  # nothing came of it
@@ -78,7 +76,7 @@ class Lease:
                 time.sleep(_SURE_S)
             if (other := self._others()) is not None:
                 raise self._refused(other)
-        except _UNREACHED as error:
+        except UNREACHED as error:
             raise UserError("cluster.storage", self._run.name, f"does not take the driver's lease ({error})") from None
         self._thread = threading.Thread(target=self._keep, name="foldray-lease", daemon=True)
         self._thread.start()
@@ -107,7 +105,7 @@ class Lease:
     def _keep(self) -> None:
         """Show signs of life, until the lease is given back or lost. A storage that does not answer is tried again."""
         while not self._leaves.wait(_PERIOD_S):
-            with suppress(*_UNREACHED):
+            with suppress(*UNREACHED):
                 if self._others() is not None:
                     self.lost = True
                     self._lose()

@@ -11,6 +11,7 @@ import yaml
 
 from foldray.blueprint import count_parameters
 from foldray.errors import MissingPackage, UserError
+from foldray.files import writing
 from foldray.recipe import Recipe
 from trainers.data.tokenizers import load_tokenizer
 from trainers.hugging_face.dense import upcycled
@@ -63,10 +64,8 @@ def import_hf(
         raise weights.refused(f"its config.json means a recipe that is refused ({error})") from None
     weights.check(recipe.model)
     _check_tokenizer(recipe.data.tokenizer, named=tokenizer is not None)
-    try:
+    with writing("RECIPE", str(path)):
         path.write_text(yaml.safe_dump(given, sort_keys=False))
-    except OSError as error:
-        raise UserError("RECIPE", str(path), f"cannot be written ({error.strerror or error})") from None
     count, left_out = count_parameters(recipe.model), len(weights.left_out(recipe.model))
     document = {
         "recipe": str(path), "folder": str(weights.folder), "parameters": count, "mtp_depth": recipe.model.mtp_depth,

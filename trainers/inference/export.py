@@ -22,6 +22,7 @@ from rich.progress import track
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from foldray.errors import UserError
+from foldray.files import writing
 from foldray.recipe import Recipe
 from trainers.checkpoints.stored import METADATA, Stored
 from trainers.folders import DamagedFile
@@ -60,11 +61,8 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     recipe, console = trained.recipe, Console(stderr=True)
     family = family_of(recipe.model, own_family(recipe.export.family))
     wanted = getattr(torch, dtype or recipe.precision)
-    try:
-        with _new_folder(folder) as written, trained.opened() as stored:
-            exported = _write(stored, recipe, family, wanted, written, console)
-    except OSError as error:
-        raise UserError("DIR", str(folder), f"cannot be written ({error.strerror or error})") from None
+    with writing("DIR", str(folder)), _new_folder(folder) as written, trained.opened() as stored:
+        exported = _write(stored, recipe, family, wanted, written, console)
     exported = exported._replace(folder=str(folder))
     print(json.dumps(exported._asdict()) if as_json else _told(exported, run))
     return 0

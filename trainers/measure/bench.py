@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.errors import UserError
-from foldray.files import check_folder, check_picture, write_picture
+from foldray.files import check_folder, check_picture, write_picture, writing
 from foldray.finding import recorded_bound
 from foldray.model import Losses
 from foldray.recipe import Recipe
@@ -72,7 +72,8 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
     expected = {name: replay(graph, recordings, rank) for name, rank in shown(recipe).items()}
     begin = min(span.start for spans in ranks for span in spans.values())
     if trace is not None:
-        _write(trace, json.dumps(perfetto(graph, ranks, begin)))
+        with writing("trace", trace):
+            trace.write_text(json.dumps(perfetto(graph, ranks, begin)))
     if picture is not None:
         rows = {f"measured{name}": shifted(ranks[rank], begin) for name, rank in shown(recipe).items()}
         drawn = rows | {f"simulated{name}": simulation.spans for name, simulation in expected.items()}
@@ -236,13 +237,6 @@ def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int)
         mark = "  fastest" if step["median"] == fastest else ""
         lines.append(f"{name:<22}" + "".join(f"{figure:>9.1f}" for figure in figures) + over + mark)
     return "\n".join(lines)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError("trace", path, f"cannot be written ({error.strerror or error})") from None
 
 
 def _draw(recipe: Recipe, graph: StepGraph, rows: Mapping[str, Mapping[Op, Span]], path: Path) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from foldray.comm import Groups
 from foldray.errors import UserError
+from foldray.files import writing
 from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers.cluster.actors import on_workers
@@ -32,10 +33,8 @@ def calibrate(recipe: Recipe, path: Path, as_json: bool = False) -> int:
 
 def write_hardware(field: str, path: Path, hardware: Hardware) -> None:
     """Write a hardware file. `field` is what the user calls it."""
-    try:
+    with writing(field, path):
         path.write_text(yaml.safe_dump(hardware.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise UserError(field, path, f"cannot be written ({error.strerror or error})") from None
 
 
 def _measure(recipe: Recipe, groups: Groups, device: torch.device, name: str) -> dict[str, Any] | None:
