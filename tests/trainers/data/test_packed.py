@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from foldray.errors import UserError
+from tests.trainers.checkpoints.damage import Payload
 from trainers.data import shards
 from trainers.data.baselines import byte_pairs, count_pairs, fit
 from trainers.data.order import SampleOrder
@@ -237,13 +238,3 @@ def refuse(folder: Path, meta: dict[str, Any], name: str, other: np.ndarray, tol
     with pytest.raises(UserError, match=told) as error:
         PackedData.open(folder)
     assert "pickle" not in str(error.value)
-
-
-class Payload:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)

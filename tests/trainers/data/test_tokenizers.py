@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from foldray.errors import MissingPackage, UserError
+from tests.trainers.data.chats import make_tokenizer
 from trainers.data import tokenizers
 from trainers.data.tokenizers import FolderTokenizer, load_tokenizer
 
@@ -191,9 +192,9 @@ def test_spaces_as_mixtral_writes_them_are_taken(tmp_path: Path):
     assert found.inner.convert_ids_to_tokens(found.encode("an    w").tolist())[1:] == ["an", "▁▁▁▁", "w"]
 
 
-def test_tokenizer_without_separator(make_tokenizer):
+def test_tokenizer_without_separator(tmp_path):
     with pytest.raises(UserError, match="neither a bos nor an eos"):
-        load_tokenizer(str(make_tokenizer(bos_token=None)))
+        load_tokenizer(str(make_tokenizer(tmp_path, None, bos_token=None, eos_token=None)))
 
 
 def test_transformers_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,6 @@
 """The picture of a fold: its content, and a picture for every kind of fold."""
 
 import re
-import struct
-from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
@@ -11,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from foldray import Fold, UserError
+from tests.trainers.pictures.test_training import size
 from trainers.pictures.fold import draw_fold
 
 FOLDS = [
@@ -23,12 +22,6 @@ FOLDS = [
     (Fold(192, tp=4, ep=16), 8),
     (Fold(1024, pp=512), 8),
 ]
-
-
-def size(path: Path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 @pytest.mark.gate(5)
