@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -82,7 +81,7 @@ def draw_loss(
 
 
 def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[int] | None = None) -> None:
-    """Draw the load of every expert in the newest steps, and the load of each layer's busiest expert over the steps.
+    """Draw the load of every expert in the newest steps. The page of the experts' health has the busiest ones of all steps.
 
     `layers` has the numbers of the MoE layers in the model; None counts them from 0.
     """
@@ -96,11 +95,10 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
     subtitle = "How evenly the newest steps' tokens spread over each layer's experts; 1.0 is the even share"
     if dead := int((load == 0).sum()):
         subtitle += f"; {dead} dead expert{'s' if dead > 1 else ''} (black) got none"
-    figure = new_figure(11.0, height + 2.25, title, subtitle)
-    bottom, top = 0.85 / (height + 2.25), 1 - 1.4 / (height + 2.25)
+    figure = new_figure(11.0, height + 1.85, title, subtitle)
+    bottom, top = 0.85 / (height + 1.85), 1 - 1.0 / (height + 1.85)
     share = load * experts / np.maximum(load.sum(axis=1, keepdims=True), 1)
-    _heat_map(figure, (0.075, bottom, 0.50, top - bottom), share, load, names)
-    _imbalance(figure, (0.745, bottom, 0.165, top - bottom), history, names)
+    _heat_map(figure, (0.075, bottom, 0.83, top - bottom), share, load, names)
     save(figure, path)
 
 
@@ -163,25 +161,6 @@ def _heat_map(figure: Figure, box: Box, share: np.ndarray, load: np.ndarray, nam
             dark = abs(float(norm(share[row, expert])) - 0.5) > 0.3
             axes.text(expert, row, f"{share[row, expert]:.2f}", ha="center", va="center", color="white" if dark else INK)
     share_bar(figure, image, (box[0] + box[2] + 0.012, box[1], 0.011, box[3]), most)
-
-
-def _imbalance(figure: Figure, box: Box, history: History, names: list[str]) -> None:
-    axes = figure.add_axes(box)
-    steps = history.imbalance.ends()
-    lines = [smoothed(column) for column in history.imbalance.means().T]
-    worst = int(np.argmax([line[-1] for line in lines]))
-    for line in lines:
-        axes.plot(steps, line, color=GREY, linewidth=1.0, alpha=0.5, marker=dot(steps))
-    axes.plot(steps, lines[worst], color=RED, linewidth=2.0, marker=dot(steps), clip_on=False)
-    axes.axhline(1.0, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
-    axes.set_xlim(0, max(steps))
-    axes.set_ylim(0.9, 1.05 * max(float(np.max(lines)), 1.2))
-    axes.set_title("busiest expert / even share", loc="left", fontsize=10.5, color=INK, pad=21)
-    below: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
-    axes.annotate("by layer, the worst in red", (0, 1), fontsize=9, color=GREY, **below)
-    axes.set_xlabel("training step")
-    plain(axes, ticks=4)
-    label_right(axes, [(1.0, "even", "", INK), (float(lines[worst][-1]), f"{lines[worst][-1]:.2f}", names[worst], RED)])
 
 
 def _limit(axes: Axes, training: np.ndarray, values: list[float]) -> None:

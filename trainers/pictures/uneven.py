@@ -8,16 +8,13 @@ from typing import Any
 
 from matplotlib.ticker import AutoLocator
 
-from trainers.pictures.canvas import BLUE, GREEN, INK, ORANGE, label_right, new_figure, plain, save
-
-_PREDICTED = {"predicted_ratio": ("predicted", "from the even step", ORANGE), "planned_ratio": ("planned", "calibrated", GREEN)}
+from trainers.pictures.canvas import BLUE, INK, ORANGE, label_right, new_figure, plain, save
 
 
 def draw_uneven(results: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw measured steps with their range, and predicted ones, relative to the step of an even routing.
 
-    There is a result for each pattern, the even one first, as `bench_skews` reports them; `planned_ratio` may be the
-    prediction of the planner.
+    There is a result for each pattern, the even one first, as `bench_skews` reports them.
     """
     figure = new_figure(8, 5, title, "step time over the rows of the fullest rank, relative to even routing")
     axes = figure.add_axes((0.09, 0.13, 0.72, 0.66))
@@ -27,17 +24,13 @@ def draw_uneven(results: Sequence[dict[str, Any]], path: Path, title: str) -> No
     low, measured, high = ([result["step_ms"][key] / even for result in results] for key in ("min", "median", "max"))
     axes.fill_between(overloads, low, high, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(overloads, measured, color=BLUE, marker="o", linewidth=2)
-    labels = [(measured[-1], "measured", "", BLUE)]
-    for key, (name, hint, colour) in _PREDICTED.items():
-        if key in results[0]:
-            predicted = [result[key] for result in results]
-            axes.plot(overloads, predicted, color=colour, marker="o", markersize=4, linewidth=2, linestyle="--")
-            labels.append((predicted[-1], name, hint, colour))
+    predicted = [result["predicted_ratio"] for result in results]
+    axes.plot(overloads, predicted, color=ORANGE, marker="o", markersize=4, linewidth=2, linestyle="--")
     axes.set_ylim(bottom=min(*low, 1.0) - 0.02)
     for result in results:
         place = (result["overload"], 0.02)
         axes.annotate(f"skew {result['skew']:g}", place, xycoords=("data", "axes fraction"), color=INK, fontsize=8, ha="center")
-    label_right(axes, labels)
+    label_right(axes, [(measured[-1], "measured", "", BLUE), (predicted[-1], "predicted", "from the even step", ORANGE)])
     axes.set_xlabel("overload factor: rows of the fullest rank over the mean")
     axes.set_ylabel("step over even step")
     save(figure, path)

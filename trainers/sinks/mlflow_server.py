@@ -237,9 +237,9 @@ def _mlflow() -> list[str]:
     return [str(program)] if program.exists() else [sys.executable, "-m", "mlflow"]
 
 
-def line(error: BaseException, limit: int = 160) -> str:
+def line(error: BaseException) -> str:
     """Return the message of the innermost exception in one line. It says more than the exceptions around it."""
     while (inner := error.__cause__ or error.__context__) and not isinstance(inner, KeyError):
         error = inner
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= 160 else text[:159] + "…"
