@@ -83,9 +83,9 @@ class ModelSpec(Strict):
     """Width of the vector from which heads make queries with latent attention. 0 makes them from
     the block's input."""
     windows: Windows = (FULL.name,)
-    """How far back queries see, one entry for each block; behind the last entry, the first one
-    follows again. `full` sees all earlier tokens, `sliding:TOKENS` the newest ones,
-    `chunked:TOKENS` those of its own chunk. Smaller windows take less time on long sequences."""
+    """How far back queries see, one entry for each block; the list repeats. `full`
+    sees all earlier tokens, `sliding:TOKENS` the newest ones, `chunked:TOKENS` those of its own
+    chunk. Smaller windows take less time on long sequences."""
     ffn_hidden: Width
     """Inner width of the feed-forward network in dense blocks. Their compute and parameters grow
     with it."""

@@ -158,5 +158,5 @@ class RouterSpec(Strict):
     counts travel, but the zeros cost time and traffic."""
     skew: Annotated[float, Field(ge=0, le=16)] | None = None
     """Choose the experts of each token by a pattern instead of by their scores, to measure an
-    uneven routing. Expert e (from 0) gets tokens as (e + 1) to the power of −skew (Zipf's law), at
-    most all of them. 0 is even. `foldray train` needs null."""
+    uneven routing. The share of expert e (from 0) is proportional to (e + 1)^−skew (Zipf's law),
+    but no more than all tokens. 0 is even. `foldray train` needs null."""

@@ -68,7 +68,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         return [_checked_row(fields) for fields in reader]
     except csv.Error as error:
-        raise UserError("score", str(path), f"is no table in CSV (line {reader.line_num}: {error})") from None
+        raise UserError("score", str(path), f"is not a table in CSV (line {reader.line_num}: {error})") from None
 
 
 def _checked_row(fields: dict[str, str | None]) -> Row:
