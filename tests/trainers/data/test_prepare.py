@@ -251,9 +251,9 @@ def test_folder_tokenizer(tmp_path: Path, tokenizer_folder: Path):
     for index in range(3):
         (tmp_path / "text" / f"{index:02d}.txt").write_text(f"def f{index}(x):\n    return 'é'\n" * 5)
     data = data.model_copy(update={"tokenizer": str(tokenizer_folder), "seq_len": 4})
-    with pytest.raises(UserError, match=r"^model.vocab=257: must be at least 287"):
+    with pytest.raises(UserError, match=r"^model.vocab=257: must be at least 300"):
         prepare(data, 257, tmp_path / "cache")
-    packed = prepare(data, 287, tmp_path / "cache")
+    packed = prepare(data, 300, tmp_path / "cache")
     tokenizer = load_tokenizer(str(tokenizer_folder))
     ids = tokenizer.encode((tmp_path / "text" / "01.txt").read_text()).tolist()
     assert stream(packed.train)[: len(ids) + 1] == [tokenizer.separator, *ids]
