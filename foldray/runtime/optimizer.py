@@ -48,11 +48,11 @@ def state_keys(spec: OptimizerSpec, parameter: ParameterSpec) -> tuple[str, ...]
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """Return the rate of step `step` (from 0) of `steps`: linear warm-up, then the chosen decay down to min_lr · lr."""
+    """Return the rate of step `step` (from 0): linear warm-up, then the chosen decay down to min_lr · lr after `steps`."""
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
     if spec.decay == "constant":
         return spec.lr
-    done = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+    done = min(1.0, (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps))
     falling = 0.5 * (1 + math.cos(math.pi * done)) if spec.decay == "cosine" else 1 - done
     return spec.lr * (spec.min_lr + (1 - spec.min_lr) * falling)

@@ -246,6 +246,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_share() -> None:
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert learning_rate(OptimizerSpec(lr=2.0, decay="constant"), 99, 100) == 2.0
     assert learning_rate(OptimizerSpec(lr=2.0, decay="linear", min_lr=0.0), 50, 100) == pytest.approx(1.0)
+    assert all(learning_rate(OptimizerSpec(decay=decay, min_lr=0.0), 150, 100) == 0 for decay in ("linear", "cosine"))
 
 
 def test_the_measured_peak_is_a_rate_of_this_machine() -> None:
