@@ -213,8 +213,13 @@ def _crowding(meter: Meter, over: Communicator, sent: int) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds per byte and to start, from the smallest and the largest of (bytes, seconds)."""
+    """Return the seconds per byte and to start, from the smallest and the largest of (bytes, seconds).
+
+    If the largest took no longer, which is noise, it is taken to start at once.
+    """
     (small, first), (large, last) = points[0], points[-1]
+    if last <= first:
+        return last / large, 0.0
     per_byte = (last - first) / (large - small)
     return per_byte, max(0.0, first - per_byte * small)
 

@@ -56,3 +56,4 @@ def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(recipe: Pa
 def test_a_line_through_measurements_is_its_slope_and_its_start() -> None:
     assert _line([(10.0, 3.0), (20.0, 4.0), (30.0, 5.0)]) == pytest.approx((0.1, 2.0))
     assert _line([(10.0, 1.0), (30.0, 5.0)]) == pytest.approx((0.2, 0.0)), "no message starts before it is sent"
+    assert _line([(10.0, 3.0), (30.0, 3.0)]) == pytest.approx((0.1, 0.0)), "no link is infinitely fast"
