@@ -8,7 +8,6 @@ to start a new group.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -91,10 +90,10 @@ class Ranks:
         order = seated(self._traffic, [node for node, _ in places], self._wanted, self._wanted)
         self._actors = actors = [self._actors[number] for number in order]
         host = places[order[0]][1]
-        address = f"tcp://{host}:{self._wait([actors[0].free_port.remote()], _JOINED_S)[0]}"
+        (port,) = self._wait([actors[0].open.remote(host)], _JOINED_S)
         self.hosts = list(dict.fromkeys(places[number][1] for number in order))
         backend = "nccl" if recipe.cluster.gpu else "gloo"
-        joins = [actor.join.remote(address, rank, len(actors), backend) for rank, actor in enumerate(actors)]
+        joins = [actor.join.remote(host, port, rank, len(actors), backend) for rank, actor in enumerate(actors)]
         self._wait(joins, _JOINED_S)
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float | None) -> list[Any]:
@@ -167,22 +166,24 @@ class _Rank:
     def __init__(self, threads: int):
         torch.set_num_threads(threads)
         self._state: dict[str, Any] = {}
+        self._store: dist.TCPStore | None = None
 
     def where(self) -> tuple[str, str]:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
-    def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+    def open(self, host: str) -> int:
+        """Open the store in which ranks find each other, at a free port, and return the port."""
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOINED_S))
+        return self._store.port
 
-    def join(self, address: str, rank: int, world: int, backend: str) -> None:
-        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+    def join(self, host: str, port: int, rank: int, world: int, backend: str) -> None:
+        timeout = timedelta(seconds=_JOINED_S)
+        store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
         # Each actor sees only its own GPU. DeepSpeed takes the local rank as the number of a visible GPU, so it must be 0.
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(port))
         if backend == "nccl":
             torch.cuda.set_device(0)
-        dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=_JOINED_S))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         self._state |= {"rank": rank, "device": torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")}
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
