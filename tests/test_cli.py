@@ -19,15 +19,9 @@ import foldray
 from foldray import Fold
 from foldray.cli import main
 from foldray.recipe import Recipe, describe
+from tests.foldray.test_recipe import GOOD
 
 ROOT = Path(__file__).parents[1]
-GOOD = {
-    "name": "good",
-    "model": {"preset": "tiny"},
-    "fold": {"ep": 2},
-    "training": {"steps": 10, "global_batch": 8, "micro_batch": 2},
-    "cluster": {"workers": 2},
-}
 DIGITS = "9" * 5000  # more than Python reads as one integer
 Outcome = Callable[..., tuple[str, str]]
 Refused = Callable[..., str]

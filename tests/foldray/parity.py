@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -63,18 +64,26 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
 
 def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, masked: bool = False) -> dict[str, Any]:
     """Train and return the weights after the last step, and the losses and norms. The text is random (`batches`)."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    found = go_by_times(engine, groups, recipe, steps, documents=documents, masked=masked)
-    engine.close()
-    groups.close()
-    return found
+    with engine_on(recipe, rank) as (engine, groups):
+        return go_by_times(engine, groups, recipe, steps, documents=documents, masked=masked)
 
 
 def engine_of(recipe: Recipe, groups: Groups) -> Engine:
     from trainers.worker.engines import make_engine
 
     return make_engine(recipe, groups, torch.device("cpu"))
+
+
+@contextmanager
+def engine_on(
+    recipe: Recipe, rank: int = 0, make: Callable[[Recipe, Groups], Engine] = engine_of
+) -> Iterator[tuple[Any, Groups]]:
+    """Make the engine of a rank and its groups. Close both, unless an error ends the rank."""
+    groups = Groups.create(recipe.placed_fold, rank)
+    engine = make(recipe, groups)
+    yield engine, groups
+    engine.close()
+    groups.close()
 
 
 def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **options: bool) -> dict[str, Any]:

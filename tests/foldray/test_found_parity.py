@@ -15,7 +15,7 @@ from foldray.comm import Groups
 from foldray.finding import Found, find
 from foldray.runtime import Trace
 from foldray.schedule import LIST, WEAVE, Cost, Ordering, Schedule, StepGraph
-from tests.foldray.parity import engine_of, go_by_times, go_on, make_recipe
+from tests.foldray.parity import engine_on, go_by_times, go_on, make_recipe
 from tests.foldray.random_lists import any_list, find_at_random
 
 Finder = Callable[[int, StepGraph, Cost, int, Schedule | None], Found]
@@ -88,18 +88,15 @@ def trained(rank: int, recipe: Any, kind: str, finder: Finder) -> tuple[dict[str
     """Train one micro-batch after the other, then by the recipe. Return both, and whether the latter list was another one."""
     found, lists = [], []
     for plain in (True, False):
-        groups = Groups.create(recipe.placed_fold, rank)
-        engine: Any = engine_of(recipe, groups)
-        execution = engine.execution
-        if plain:
-            execution.reorder(Ordering(recompute=recipe.ordering.recompute, reduction=recipe.ordering.reduction))
-        with patch("foldray.runtime.found.find", partial(finder, 0) if finder is any_list else find):
-            found.append(go_by_times(engine, groups, recipe, STEPS))
-        lists.append([(op.direction, op.micro_batch) for op in execution.order(execution.last)])
-        if kind == LIST.name:
-            found[-1] = go_on_at_random(engine, groups, recipe, found[-1], None if plain else finder)
-        engine.close()
-        groups.close()
+        with engine_on(recipe, rank) as (engine, groups):
+            execution = engine.execution
+            if plain:
+                execution.reorder(Ordering(recompute=recipe.ordering.recompute, reduction=recipe.ordering.reduction))
+            with patch("foldray.runtime.found.find", partial(finder, 0) if finder is any_list else find):
+                found.append(go_by_times(engine, groups, recipe, STEPS))
+            lists.append([(op.direction, op.micro_batch) for op in execution.order(execution.last)])
+            if kind == LIST.name:
+                found[-1] = go_on_at_random(engine, groups, recipe, found[-1], None if plain else finder)
     return found[0], found[1], lists[0] != lists[1]
 
 

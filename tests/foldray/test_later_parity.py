@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from foldray.comm import Groups
 from foldray.recipe import Recipe
-from tests.foldray.parity import engine_of, go_on, make_recipe
+from tests.foldray.parity import engine_on, go_on, make_recipe
 
 STEPS = 2
 
@@ -83,14 +82,11 @@ def both(rank: int, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any], int
     """Train with gradients of weights together with those of inputs, then apart. Return both, and the number of ops apart."""
     found, count = [], 0
     for apart in (False, True):
-        groups = Groups.create(recipe.placed_fold, rank)
-        engine: Any = engine_of(recipe, groups)
-        engine.execution.reorder(engine.execution.ordering._replace(weights_apart=apart))
-        found.append(go_on(engine, groups, recipe, range(STEPS)))
-        if apart:
-            count = sum(op.direction == "W" for op in engine.execution.order(engine.execution.last))
-        engine.close()
-        groups.close()
+        with engine_on(recipe, rank) as (engine, groups):
+            engine.execution.reorder(engine.execution.ordering._replace(weights_apart=apart))
+            found.append(go_on(engine, groups, recipe, range(STEPS)))
+            if apart:
+                count = sum(op.direction == "W" for op in engine.execution.order(engine.execution.last))
     return found[0], found[1], count
 
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import all_losses
 from foldray.recipe import Recipe
 from foldray.schedule import LIST, WEAVE
 from tests.foldray import test_found_parity as found_parity
 from tests.foldray.folds import name
-from tests.foldray.parity import BATCH, batches, check_equal, engine_of, make_recipe, one_process, train
+from tests.foldray.parity import BATCH, batches, check_equal, engine_on, make_recipe, one_process, train
 from tests.foldray.strict import StrictPools
 
 _STEPS = 2
@@ -90,11 +89,8 @@ def test_experts_apart(ranks: Any, world: int, fold: dict, placement: dict, sche
 
 
 def evaluated(rank: int, recipe: Recipe) -> list[float]:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    losses = all_losses(engine.execution.evaluate(batches(recipe, groups.dp_rank, 0)), groups.control).means().tolist()
-    groups.close()
-    return losses
+    with engine_on(recipe, rank) as (engine, groups):
+        return all_losses(engine.execution.evaluate(batches(recipe, groups.dp_rank, 0)), groups.control).means().tolist()
 
 
 @pytest.mark.gate(1)

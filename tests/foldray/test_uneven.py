@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.foldray.parity import BATCH, batches, check_equal, engine_of, make_recipe, one_process, train, weights
+from tests.foldray.parity import BATCH, batches, check_equal, engine_on, make_recipe, one_process, train, weights
 
 STREAM: dict[str, Any] = {"kind": "stream", "degree": 2}
 CHUNKS: dict[str, Any] = {"kind": "one_a_one_m", "degree": 2, "reduction": "chunks", "sp_bytes": 4096}
@@ -95,13 +94,11 @@ def test_a_micro_batch_without_sequences_changes_nothing(schedule: dict, windows
     nothing = given[0].cut(BATCH)[-1]
     assert len(nothing.token_BL) == 0
     for step in (given, [*given, nothing]):
-        groups = Groups.create(recipe.placed_fold)
-        engine = engine_of(recipe, groups)
-        engine.train(step)
-        engine.update(1.0)
-        found.append(weights(engine))
-        assert float(engine.execution.evaluate([nothing])[0].language) == 0
-        groups.close()
+        with engine_on(recipe) as (engine, _):
+            engine.train(step)
+            engine.update(1.0)
+            found.append(weights(engine))
+            assert float(engine.execution.evaluate([nothing])[0].language) == 0
     for name, (tensor, _) in found[0].items():
         torch.testing.assert_close(found[1][name].tensor, tensor, rtol=0, atol=1e-12)
 

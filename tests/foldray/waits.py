@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foldray.comm import DispatchQueue, Groups, Pending
+from foldray.comm import DispatchQueue, Pending
 from foldray.kernels import transfer
 from foldray.recipe import Recipe
 from foldray.runtime.execution import _Run
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.schedule import Op
-from tests.foldray.parity import engine_of, own_batches
+from tests.foldray.parity import engine_on, own_batches
 
 # aten calls whose results, or whose sizes of results, the host has to know.
 WAITING = {
@@ -136,14 +136,11 @@ def recorded(immediate: bool) -> Iterator[Recorder]:
 
 def waits_of_a_step(rank: int, recipe: Recipe, documents: bool = False) -> list[Ran]:
     """Return what the host waits for in the second step of a training."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    engine.train(own_batches(recipe, groups, 0, documents=documents))  # makes lists, and what is kept for later steps
-    engine.update(0.1)
-    batches = own_batches(recipe, groups, 1, documents=documents)
-    with recorded(immediate=not recipe.placed_fold.disjoint) as recorder:
-        engine.train(batches)
-    engine.update(0.1)
-    engine.close()
-    groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        engine.train(own_batches(recipe, groups, 0, documents=documents))  # makes lists, and what is kept for later steps
+        engine.update(0.1)
+        batches = own_batches(recipe, groups, 1, documents=documents)
+        with recorded(immediate=not recipe.placed_fold.disjoint) as recorder:
+            engine.train(batches)
+        engine.update(0.1)
     return recorder.found()

@@ -48,10 +48,10 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
     device, text = torch.device("cuda"), torch.randint(0, 1024, (1, length + 1), device="cuda")
     given = [Batch(text[:, :-1], text[:, 1:])]
     with drawn_on_gpu():
-        recipe = block_recipe(model, length, 1)
+        recipe = block_recipe(model, length, {})
         groups = Groups.create(recipe.placed_fold)
         engine: Any = make_engine(recipe, groups, device)
-    orderings = {f"{d} pieces": block_recipe(model, length, d).ordering for d in DEGREES}
+    orderings = {f"{d} pieces": block_recipe(model, length, pieces(d)).ordering for d in DEGREES}
     flops = step_flops(recipe.model, length, 1)
 
     def prepare(name: str) -> None:
@@ -84,15 +84,21 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
     return rows
 
 
-def block_recipe(model: dict[str, Any], length: int, degree: int) -> Recipe:
-    schedule = {"kind": "stream", "degree": degree} if degree > 1 else {}
+def pieces(degree: int) -> dict[str, Any]:
+    """Return the schedule of a step in pieces."""
+    return {"kind": "stream", "degree": degree} if degree > 1 else {}
+
+
+def block_recipe(model: dict[str, Any], length: int, schedule: dict[str, Any], ranks: int = 1) -> Recipe:
     return Recipe.parse(
         {
             "model": model,
             "data": {"seq_len": length},
             "precision": "bfloat16",
             "engine": {"kind": "torch"},
-            "training": {"global_batch": 1},
+            "fold": {"ep": ranks},
+            "cluster": {"workers": ranks},
+            "training": {"global_batch": ranks},
             "optimizer": {"kind": "sgd"},
             "schedule": schedule,
         }

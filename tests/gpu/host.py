@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from foldray.comm import Groups
 from foldray.runtime import Trace
-from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, timed
+from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, pieces, timed
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.worker.engines import make_engine
@@ -31,7 +31,7 @@ def run(report: Report) -> None:
 def measure(report: Report, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the milliseconds of the host in a step, its microseconds for each op by kind, and the calls of the driver."""
     model = {**sizes, "layers": 1, "head_dim": 128, "ffn_hidden": sizes["expert_hidden"], "vocab": 1024, "moe_every": 1}
-    recipe, device = block_recipe(model, TOKENS, PIECES), torch.device("cuda")
+    recipe, device = block_recipe(model, TOKENS, pieces(PIECES)), torch.device("cuda")
     with drawn_on_gpu():
         engine: Any = make_engine(recipe, Groups.create(recipe.placed_fold), device)
     given = [random_batch(recipe, 0, 1, 0, device)]

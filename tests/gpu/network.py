@@ -29,7 +29,7 @@ from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.schedule import Ordering
 from foldray.timeline import Recording, replay
-from tests.gpu.block import BLOCKS, drawn_on_gpu, steps_in_turns
+from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, steps_in_turns
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.worker.engines import make_engine
@@ -145,7 +145,7 @@ def measure(report: Report, model: dict[str, Any], length: int) -> dict[str, Any
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     device = torch.device("cuda")
-    recipes = {name: _recipe(model, length, schedule) for name, schedule in SCHEDULES.items()}
+    recipes = {name: block_recipe(model, length, schedule, RANKS) for name, schedule in SCHEDULES.items()}
     first = recipes["sequential"]
     groups = Groups.create(first.placed_fold, 0)
     others = {each.name: Same(**vars(each)) for each in vars(groups).values() if isinstance(each, Communicator)}
@@ -187,19 +187,3 @@ def _learned(engine: Any, given: list[Batch], recipe: Recipe) -> Ordering:
             engine.execution.learn_costs()
     engine.execution.trace = None
     return engine.execution.ordering
-
-
-def _recipe(model: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:
-    return Recipe.parse(
-        {
-            "model": model,
-            "data": {"seq_len": length},
-            "precision": "bfloat16",
-            "engine": {"kind": "torch"},
-            "fold": {"ep": RANKS},
-            "cluster": {"workers": RANKS},
-            "training": {"global_batch": RANKS},
-            "optimizer": {"kind": "sgd"},
-            "schedule": schedule,
-        }
-    )

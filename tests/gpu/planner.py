@@ -20,7 +20,7 @@ from foldray.planner.prediction import Step
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.schedule import Op
-from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, steps_in_turns
+from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, pieces, steps_in_turns
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
 from trainers.measure.speeds import measured
@@ -77,7 +77,7 @@ def steps(report: Report, found: dict[str, Any]) -> dict[str, float]:
 def of_block(report: Report, found: dict[str, Any], name: str) -> dict[int, float]:
     sizes = BLOCKS[name]
     model = {**sizes, "layers": LAYERS, "head_dim": 128, "ffn_hidden": sizes["expert_hidden"], "vocab": 1024, "moe_every": 1}
-    recipes, device = {d: block_recipe(model, TOKENS, d) for d in DEGREES}, torch.device("cuda")
+    recipes, device = {d: block_recipe(model, TOKENS, pieces(d)) for d in DEGREES}, torch.device("cuda")
     with drawn_on_gpu():
         engine: Any = make_engine(recipes[1], Groups.create(recipes[1].placed_fold), device)
     given = [random_batch(recipes[1], 0, 1, 0, device)]

@@ -96,6 +96,16 @@ def test_room_for_more_rows_changes_none(ranks: int, topk: int, dropping: bool) 
     assert torch.equal(gradient_NH, copy_to_ranks(slope_TH, exact.goes_TR))
 
 
+def draw_weights(made: MoELayer, groups: Groups) -> None:
+    """Draw the weights of a layer, and begin random numbers of this rank's own."""
+    torch.manual_seed(groups.coordinate["moe"]["ep"])  # ranks that share experts have the same
+    for parameter in made.experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.manual_seed(7)
+    torch.nn.init.normal_(made.router.weight, std=0.3)
+    torch.manual_seed(100 + groups.rank)
+
+
 def both_ways(rank: int, fold: Fold, router: dict[str, Any], tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return output and gradients of a layer with a row for each assignment, and with one for each rank."""
     found = []
@@ -104,12 +114,7 @@ def both_ways(rank: int, fold: Fold, router: dict[str, Any], tokens: int) -> tup
         model = spec(topk=4, shared_hidden=0, router=router)
         backend = MoeBackend(experts="loop", dispatch=way)
         made = MoELayer(Ownership(model, own), model.moe_layers[0], groups, backend).double()
-        torch.manual_seed(groups.coordinate["moe"]["ep"])  # ranks that share experts have the same
-        for parameter in made.experts.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        torch.manual_seed(7)
-        torch.nn.init.normal_(made.router.weight, std=0.3)
-        torch.manual_seed(100 + rank)
+        draw_weights(made, groups)
         x_BSH = torch.randn(2, tokens * (rank % 3 != 1), 16, dtype=torch.float64, requires_grad=True)
         out_BSH, _ = run_layer(made, x_BSH)
         weights = list(made.parameters())

@@ -20,7 +20,7 @@ from foldray.moe import MoeBackend, MoELayer, Sent, TokenPiece, combine, dispatc
 from foldray.moe.once import OncePerRank
 from foldray.recipe import Recipe
 from tests.foldray.moe.test_layer import spec
-from tests.foldray.parity import engine_of, make_recipe, own_batches
+from tests.foldray.parity import engine_on, make_recipe, own_batches
 
 E, H, T = 16, 4, 4096
 ROW, WEIGHT, NUMBER = 8 * H, 8, 4
@@ -144,8 +144,7 @@ def test_a_token_travels_once_to_each_node_and_from_there_once_to_each_rank(rank
 
 def a_step(rank: int, recipe: Recipe) -> tuple[int, int, int]:
     """Return the bytes and the all-to-alls of tokens in a training step, and the rows that have left for other ranks."""
-    groups, encode, left = Groups.create(recipe.placed_fold, rank), OncePerRank.encode, list[int]()
-    engine = engine_of(recipe, groups)
+    encode, left = OncePerRank.encode, list[int]()
 
     def noted(self: OncePerRank, *given: Any) -> tuple[Any, Sent]:
         rows, sent = encode(self, *given)
@@ -153,12 +152,10 @@ def a_step(rank: int, recipe: Recipe) -> tuple[int, int, int]:
         left.append(int(sent.rows_R.sum() - sent.rows_R[groups.tokens.index]))
         return rows, sent
 
-    groups.traffic.clear()
-    with patch.object(OncePerRank, "encode", noted):
+    with engine_on(recipe, rank) as (engine, groups), patch.object(OncePerRank, "encode", noted):
+        groups.traffic.clear()
         engine.train(own_batches(recipe, groups, 0))
-    count = groups.traffic.by_name()["tokens"]
-    engine.close()
-    groups.close()
+        count = groups.traffic.by_name()["tokens"]
     return count.inside_bytes, count.calls, sum(left)
 
 

@@ -16,6 +16,7 @@ from foldray.model.transformer import parameters_as
 from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, dispatch, run_layer
 from foldray.moe.exchange import GROUP, WIRES, write
 from tests.foldray.moe.test_layer import spec
+from tests.foldray.moe.test_once import draw_weights
 
 OUT, BACK = WIRES["float8"].out, WIRES["float8"].back
 
@@ -74,12 +75,7 @@ def layer_of(fold: Fold, rank: int, wire: Any, way: Any, dtype: torch.dtype) -> 
     groups, model = Groups.create(fold, rank), spec(topk=4, shared_hidden=0)
     with parameters_as("cpu", dtype):
         made = MoELayer(Ownership(model, fold), model.moe_layers[0], groups, MoeBackend(dispatch=way, wire=wire))
-    torch.manual_seed(groups.coordinate["moe"]["ep"])
-    for parameter in made.experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.manual_seed(7)
-    torch.nn.init.normal_(made.router.weight, std=0.3)
-    torch.manual_seed(100 + rank)
+    draw_weights(made, groups)
     return made, groups
 
 

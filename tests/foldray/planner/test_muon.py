@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foldray.blueprint import ModelSpec, Ownership, count_by_op
-from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.planner.apart import ApartWork, Sides
 from foldray.planner.candidate import Candidate, Job
@@ -24,7 +23,7 @@ from foldray.planner.prediction import predict
 from foldray.recipe import Recipe
 from foldray.runtime import muon
 from tests.foldray.live import Live, storage
-from tests.foldray.parity import engine_of, go_on, make_recipe
+from tests.foldray.parity import engine_on, go_on, make_recipe
 from tests.foldray.planner.test_memory import EOS, MIXTRAL, WIDE
 
 BLOCK = Content(((MIXTRAL.block(0), 7),), False, None)
@@ -120,14 +119,12 @@ def test_memory_is_that_of_a_run(ranks: Any, world: int, fold: dict[str, int], z
 
 def _held(rank: int, recipe: Recipe) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and the most that are alive in a step of Muon beyond those before."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine: Any = engine_of(recipe, groups)
-    go_on(engine, groups, recipe, range(1))
-    states = [state for optimizer, _ in engine.optimizers for state in optimizer.state.values()]
-    state = sum(dict(storage(each) for memory in states for each in memory.values() if each.dim()).values())
-    gc.collect()
-    before = {storage(each)[0] for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
-    with Live(before) as live:
-        next(each for each, _ in engine.optimizers if isinstance(each, muon.Muon)).step()
-    groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        go_on(engine, groups, recipe, range(1))
+        states = [state for optimizer, _ in engine.optimizers for state in optimizer.state.values()]
+        state = sum(dict(storage(each) for memory in states for each in memory.values() if each.dim()).values())
+        gc.collect()
+        before = {storage(each)[0] for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+        with Live(before) as live:
+            next(each for each, _ in engine.optimizers if isinstance(each, muon.Muon)).step()
     return state, live.peak

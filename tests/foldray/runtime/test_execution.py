@@ -14,7 +14,7 @@ from foldray.model import Batch
 from foldray.runtime import Execution, Gradients, StepModule, Trace
 from foldray.schedule import OVERLAPS, Op, Ordering, Overlap, SliceCost, named_ordering
 from foldray.timeline import Recording, replay, usage
-from tests.foldray.parity import MODEL, engine_of, make_recipe, model_of, sample
+from tests.foldray.parity import MODEL, engine_of, engine_on, make_recipe, model_of, sample
 
 LENGTH = 32
 COST = SliceCost.of_model(MODEL["hidden"], MODEL["heads"])
@@ -63,11 +63,10 @@ def test_padded_evaluation_may_have_batches_of_other_sizes(ranks) -> None:
 
 def _uneven(rank: int) -> bool:
     recipe = make_recipe(2, {"ep": 2}, model={"router": {"capacity_factor": 1.0, "pad": True}}, data={"seq_len": LENGTH})
-    groups = Groups.create(recipe.placed_fold, rank)
     (batch,) = batches_of(recipe.model.vocab, 1)
     own = Batch(*(x[: 1 + rank] if x is not None else None for x in batch))
-    (losses,) = engine_of(recipe, groups).execution.evaluate([own])
-    groups.close()
+    with engine_on(recipe, rank) as (engine, _):
+        (losses,) = engine.execution.evaluate([own])
     return bool(losses.language.isfinite())
 
 
@@ -128,12 +127,11 @@ def test_a_pipeline_is_recorded_too(ranks) -> None:
 
 def _pipeline_is_recorded(rank: int) -> bool:
     recipe = make_recipe(2, {"pp": 2}, data={"seq_len": LENGTH})
-    groups = Groups.create(recipe.placed_fold, rank)
-    execution = engine_of(recipe, groups).execution
-    execution.trace, batches = Trace(), batches_of(recipe.model.vocab)
-    execution.train(batches)
-    groups.close()
-    return set(execution.trace.spans) == set(execution.step(batches)[1])
+    with engine_on(recipe, rank) as (engine, _):
+        execution, batches = engine.execution, batches_of(recipe.model.vocab)
+        execution.trace = Trace()
+        execution.train(batches)
+        return set(execution.trace.spans) == set(execution.step(batches)[1])
 
 
 def test_ranks_with_other_schedules_are_told(ranks) -> None:
@@ -142,16 +140,13 @@ def test_ranks_with_other_schedules_are_told(ranks) -> None:
 
 def _other_schedules(rank: int) -> bool:
     recipe = make_recipe(2, {"ep": 2}, data={"seq_len": LENGTH})
-    groups = Groups.create(recipe.placed_fold, rank)
-    execution = engine_of(recipe, groups).execution
     slicing = named_ordering("stream:4", LENGTH, COST).slicing
-    execution.reorder(Ordering(Overlap("stream", 1 + rank), Overlap("stream"), slicing))
-    try:
-        execution.step(batches_of(recipe.model.vocab, 1))
-    except RuntimeError as error:
-        return "have other schedules" in str(error)
-    finally:
-        groups.close()
+    with engine_on(recipe, rank) as (engine, _):
+        engine.execution.reorder(Ordering(Overlap("stream", 1 + rank), Overlap("stream"), slicing))
+        try:
+            engine.execution.step(batches_of(recipe.model.vocab, 1))
+        except RuntimeError as error:
+            return "have other schedules" in str(error)
     return False
 
 

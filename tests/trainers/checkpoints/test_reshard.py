@@ -10,10 +10,9 @@ import pytest
 import torch.distributed as dist
 from ray.train import Checkpoint
 
-from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.recipe import Recipe
-from tests.foldray.parity import engine_of, go_on, make_recipe, train
+from tests.foldray.parity import engine_on, go_on, make_recipe, train
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
 
@@ -43,23 +42,18 @@ _PAIRS = [
 
 
 def _save(rank: int, recipe: Recipe, folder: Path) -> None:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    go_on(engine, groups, recipe, range(_SAVED))
-    progress = {"step": _SAVED, "data": "", "fold": {}, "validation": {}}
-    tensors.write(folder, Staged(engine.shards()), progress, dist.group.WORLD)
-    groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        go_on(engine, groups, recipe, range(_SAVED))
+        progress = {"step": _SAVED, "data": "", "fold": {}, "validation": {}}
+        tensors.write(folder, Staged(engine.shards()), progress, dist.group.WORLD)
 
 
 def _resume(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
-        tensors.load(stored, engine.shards(), dist.group.WORLD)
-    engine.load_shards()
-    found = go_on(engine, groups, recipe, range(_SAVED, _SAVED + _THEN))
-    groups.close()
-    return found
+    with engine_on(recipe, rank) as (engine, groups):
+        with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
+            tensors.load(stored, engine.shards(), dist.group.WORLD)
+        engine.load_shards()
+        return go_on(engine, groups, recipe, range(_SAVED, _SAVED + _THEN))
 
 
 def _recipe(workers: int, fold: dict[str, int], seed: int = 0, optimizer: dict[str, Any] = _ADAMW) -> Recipe:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,17 @@ def fit(recipe: Recipe, **options: Any) -> FoldTrainer:
     trainer = FoldTrainer(recipe, **options)
     trainer.fit()
     return trainer
+
+
+def signal_after(trainer: FoldTrainer, rank: int, step: int, sign: signal.Signals) -> None:
+    """Send a signal to the worker of a rank, once its training has told of a step."""
+    deadline = time.monotonic() + 300  # a loaded machine starts slowly
+    while time.monotonic() < deadline:
+        history = trainer.run.folder.history if trainer.run is not None else None
+        if history is not None and history.last_step >= step:
+            os.kill(history.places[rank]["pid"], sign)
+            return
+        time.sleep(0.01)
 
 
 def losses(trainer: FoldTrainer) -> list[float]:

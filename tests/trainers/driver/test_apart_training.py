@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from foldray.errors import UserError
 from foldray.recipe import Recipe
-from tests.trainers.driver.runs import STEPS, fit, losses, recipe
+from tests.trainers.driver.runs import STEPS, fit, losses, recipe, signal_after
 from trainers import DisagTrainer, FoldTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -60,23 +58,13 @@ def test_a_killed_worker_of_either_half_costs_nothing_before_the_last_checkpoint
     rank: int,
 ) -> None:
     trainer = FoldTrainer(apart(storage, **engine))
-    killer = threading.Thread(target=_kill_after, args=(trainer, rank, 30), daemon=True)
+    killer = threading.Thread(target=signal_after, args=(trainer, rank, 30, signal.SIGKILL), daemon=True)
     killer.start()
     trainer.fit()
     killer.join()
     assert trainer.run is not None
     assert len(trainer.run.folder.history.resumes) == 1, "the worker must have been killed in mid-run"
     assert losses(trainer) == losses(own)
-
-
-def _kill_after(trainer: FoldTrainer, rank: int, step: int) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        history = trainer.run.folder.history if trainer.run is not None else None
-        if history is not None and history.last_step >= step:
-            os.kill(history.places[rank]["pid"], signal.SIGKILL)
-            return
-        time.sleep(0.01)
 
 
 @pytest.mark.nightly("three trainings more")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from foldray.cli import main
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from tests.trainers.checkpoints.damage import flipped
-from tests.trainers.driver.runs import STEPS, fit, losses, recipe, same, weights
+from tests.trainers.driver.runs import STEPS, fit, losses, recipe, same, signal_after, weights
 from trainers import FoldTrainer, Model
 from trainers.checkpoints.reported import LIST
 from trainers.checkpoints.stored import look
@@ -137,7 +135,7 @@ def test_stopping_and_resuming_changes_no_bit(engine: dict, whole: FoldTrainer, 
 @pytest.mark.gate(2 / 5)
 def test_a_killed_worker_costs_nothing_before_the_last_checkpoint(engine: dict, whole: FoldTrainer, storage: Path) -> None:
     trainer = FoldTrainer(recipe(storage, **engine))
-    killer = threading.Thread(target=_signal_rank_1_after, args=(trainer, 30, signal.SIGKILL), daemon=True)
+    killer = threading.Thread(target=signal_after, args=(trainer, 1, 30, signal.SIGKILL), daemon=True)
     killer.start()
     trainer.fit()
     killer.join()
@@ -158,7 +156,7 @@ def test_a_stopped_worker_is_replaced_before_the_others_wait_too_long(
     for module, name, seconds in ((run, "_LOOK_S", 0.5), (run, "_SILENT_S", 6.0), (watch, "_QUIET_S", 3.0)):
         monkeypatch.setattr(module, name, seconds)
     trainer = FoldTrainer(recipe(storage, **engine))
-    stopper = threading.Thread(target=_signal_rank_1_after, args=(trainer, 30, signal.SIGSTOP), daemon=True)
+    stopper = threading.Thread(target=signal_after, args=(trainer, 1, 30, signal.SIGSTOP), daemon=True)
     stopper.start()
     trainer.fit()
     stopper.join()
@@ -166,16 +164,6 @@ def test_a_stopped_worker_is_replaced_before_the_others_wait_too_long(
     (attempt,) = trainer.attempts
     assert (attempt.failure.kind, attempt.failure.ranks) == ("stalled", (1,))
     assert attempt.failure.what.startswith("rank 1 showed no sign of life for ")
-
-
-def _signal_rank_1_after(trainer: FoldTrainer, step: int, sign: signal.Signals) -> None:
-    deadline = time.monotonic() + 300  # a loaded machine starts slowly
-    while time.monotonic() < deadline:
-        history = trainer.run.folder.history if trainer.run is not None else None
-        if history is not None and history.last_step >= step:
-            os.kill(history.places[1]["pid"], sign)
-            return
-        time.sleep(0.01)
 
 
 @pytest.mark.nightly("two trainings more; test_reshard.py has the same without Ray")

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from foldray.comm import Groups
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Norms, TorchEngine
-from tests.foldray.parity import batches, engine_of, make_recipe
+from tests.foldray.parity import batches, engine_on, make_recipe
 from trainers.faults.guard import Guard, NothingTrained
 
 _ADAMW = {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1}
@@ -21,20 +20,16 @@ _TORCH, _DEEPSPEED = {"kind": "torch", "zero": 1}, {"kind": "deepspeed", "zero":
 
 def _steps(rank: int, recipe: Recipe, harm: Callable[[Any], None] | None, rates: list[float]) -> str:
     """Run some steps with a guard, and return its error; an empty text if it raises none."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine: Engine = engine_of(recipe, groups)
-    guard = Guard(engine, groups, recipe.model)
-    if harm is not None:
-        harm(engine)
-    try:
-        for step, rate in enumerate(rates):
-            engine.train(batches(recipe, groups.dp_rank, step))
-            guard.update(step + 1, rate)
-    except NothingTrained as error:
-        return str(error)
-    finally:
-        engine.close()
-        groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        guard = Guard(engine, groups, recipe.model)
+        if harm is not None:
+            harm(engine)
+        try:
+            for step, rate in enumerate(rates):
+                engine.train(batches(recipe, groups.dp_rank, step))
+                guard.update(step + 1, rate)
+        except NothingTrained as error:
+            return str(error)
     return ""
 
 
@@ -101,23 +96,20 @@ def test_what_trains_nothing_is_stopped_on_every_rank(
 def _skip(rank: int, recipe: Recipe) -> list[bool]:
     """Train three steps. In the second one, a gradient of rank 0 alone is not finite. Return whether each step changed anything
     that a checkpoint holds, and whether every rank has counted the same."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine: Engine = engine_of(recipe, groups)
-    guard, changed = Guard(engine, groups, recipe.model, most=1), []
-    sum_of = engine.execution.gradients.sum_of
-    for step in range(3):
-        before = [shard.tensor.clone() for shard in engine.shards()]
-        if step == 1 and rank == 0:
-            _become_nan(engine)
-        engine.train(batches(recipe, groups.dp_rank, step))
-        engine.execution.gradients.sum_of = sum_of  # type: ignore[method-assign]
-        norms = guard.update(step + 1, 1e-3)
-        changed.append(not all(map(torch.equal, before, (shard.tensor for shard in engine.shards()))))
-        assert (guard.skipped, guard.in_a_row) == [(0, 0), (1, 1), (1, 0)][step]
-        assert math.isfinite(norms.total) == (step != 1)
-    assert all(bool(parameter.isfinite().all()) for parameter in engine.model.parameters())
-    engine.close()
-    groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        guard, changed = Guard(engine, groups, recipe.model, most=1), []
+        sum_of = engine.execution.gradients.sum_of
+        for step in range(3):
+            before = [shard.tensor.clone() for shard in engine.shards()]
+            if step == 1 and rank == 0:
+                _become_nan(engine)
+            engine.train(batches(recipe, groups.dp_rank, step))
+            engine.execution.gradients.sum_of = sum_of  # type: ignore[method-assign]
+            norms = guard.update(step + 1, 1e-3)
+            changed.append(not all(map(torch.equal, before, (shard.tensor for shard in engine.shards()))))
+            assert (guard.skipped, guard.in_a_row) == [(0, 0), (1, 1), (1, 0)][step]
+            assert math.isfinite(norms.total) == (step != 1)
+        assert all(bool(parameter.isfinite().all()) for parameter in engine.model.parameters())
     return changed
 
 
@@ -139,22 +131,20 @@ def test_a_skipped_step_changes_nothing_on_any_rank(ranks, engine: dict[str, Any
 
 def test_only_so_many_steps_in_a_row_are_skipped() -> None:
     recipe = make_recipe(1, {})
-    groups = Groups.create(recipe.placed_fold)
-    engine = engine_of(recipe, groups)
-    guard, given = Guard(engine, groups, recipe.model, most=2), list[float]()
-    asked = list[bool]()
+    with engine_on(recipe) as (engine, groups):
+        guard, given = Guard(engine, groups, recipe.model, most=2), list[float]()
+        asked = list[bool]()
 
-    def update(lr: float, skips: bool) -> Norms:
-        asked.append(skips)
-        return Norms(dict.fromkeys(guard.classes, given[-1]))
+        def update(lr: float, skips: bool) -> Norms:
+            asked.append(skips)
+            return Norms(dict.fromkeys(guard.classes, given[-1]))
 
-    engine.update = update  # type: ignore[method-assign]
-    for step, norm in enumerate([1.0, math.inf, 1.0, math.nan, math.nan]):
-        given.append(norm)
-        guard.update(step, 0.0)
-    assert (asked, guard.skipped) == ([True, True, True, True, True], 3)
-    given.append(math.inf)
-    with pytest.raises(NothingTrained, match="step 9: the gradient norm of dense weights is inf, after 2 skipped steps"):
-        guard.update(9, 0.0)
-    assert asked[-1] is False, "the engine must not skip it"
-    groups.close()
+        engine.update = update  # type: ignore[method-assign]
+        for step, norm in enumerate([1.0, math.inf, 1.0, math.nan, math.nan]):
+            given.append(norm)
+            guard.update(step, 0.0)
+        assert (asked, guard.skipped) == ([True, True, True, True, True], 3)
+        given.append(math.inf)
+        with pytest.raises(NothingTrained, match="step 9: the gradient norm of dense weights is inf, after 2 skipped steps"):
+            guard.update(9, 0.0)
+        assert asked[-1] is False, "the engine must not skip it"

@@ -13,7 +13,7 @@ from foldray import UserError
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.recipe import Recipe
-from tests.foldray.parity import go_on, sample
+from tests.foldray.parity import engine_on, go_on, sample
 from tests.trainers.hugging_face.oracle import SIZES, YARN, filled, saved, widened
 from trainers.hugging_face.weights import Weights
 
@@ -55,12 +55,8 @@ def test_the_function_is_preserved(
 
 
 def losses(rank: int, recipe: Recipe, steps: int) -> list[float]:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = filled(recipe, groups)
-    found = [loss for loss, *_ in go_on(engine, groups, recipe, range(steps))["losses"]]
-    engine.close()
-    groups.close()
-    return found
+    with engine_on(recipe, rank, filled) as (engine, groups):
+        return [loss for loss, *_ in go_on(engine, groups, recipe, range(steps))["losses"]]
 
 
 @pytest.mark.nightly("many steps on four ranks")

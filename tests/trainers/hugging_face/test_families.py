@@ -17,7 +17,7 @@ from foldray.comm import Groups
 from foldray.model import Cache
 from foldray.model.attention import rotation
 from foldray.moe import TokenPiece
-from tests.foldray.parity import IGNORED, batches, go_on, sample, weights
+from tests.foldray.parity import IGNORED, batches, engine_on, go_on, sample, weights
 from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face import oracle
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, MIXTRAL, by_our_names, filled, loaded, mean_loss, saved, widened
@@ -103,13 +103,9 @@ def test_greedy_generation(tmp_path: Path, family: str, sizes: dict[str, Any]) -
 
 
 def trained(rank: int, recipe: Recipe) -> dict[str, Any]:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = filled(recipe, groups)
-    go_on(engine, groups, recipe, range(1))
-    found = weights(engine)
-    engine.close()
-    groups.close()
-    return found
+    with engine_on(recipe, rank, filled) as (engine, groups):
+        go_on(engine, groups, recipe, range(1))
+        return weights(engine)
 
 
 @pytest.mark.parametrize("scaling", [
@@ -231,12 +227,8 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
 
 
 def curve(rank: int, recipe: Recipe, steps: int, masked: bool) -> list[float]:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = filled(recipe, groups)
-    losses = [loss for loss, *_ in go_on(engine, groups, recipe, range(steps), masked=masked)["losses"]]
-    engine.close()
-    groups.close()
-    return losses
+    with engine_on(recipe, rank, filled) as (engine, groups):
+        return [loss for loss, *_ in go_on(engine, groups, recipe, range(steps), masked=masked)["losses"]]
 
 
 _LONG = pytest.mark.nightly("100 steps of two models")

@@ -20,7 +20,7 @@ from foldray.cli import main
 from foldray.comm import Groups
 from foldray.model import Transformer
 from foldray.runtime import Shard
-from tests.foldray.parity import engine_of, sample, weights
+from tests.foldray.parity import engine_on, sample, weights
 from tests.trainers.hugging_face import hub
 from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, loaded, saved, widened
 from trainers.hugging_face.family import computed
@@ -42,12 +42,8 @@ def imported(tmp_path: Path, **sections: Any) -> Recipe:
 
 def held(rank: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Fill the engine of a rank from the recipe's folder, and return its weights with their boxes."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = filled(recipe, groups)
-    found = weights(engine)
-    engine.close()
-    groups.close()
-    return found
+    with engine_on(recipe, rank, filled) as (engine, _):
+        return weights(engine)
 
 
 @pytest.mark.gate(1 / 2)
@@ -89,14 +85,11 @@ def uncounted(values: Plain, index: Any) -> torch.Tensor:
 
 def made_in_float32(rank: int, recipe: Recipe) -> tuple[int, int]:
     """Return how many elements of float32 a rank makes to start from weights, and how many weights its model has."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    with mock.patch.object(Plain, "__getitem__", uncounted), Made() as made:
-        read_weights(engine, recipe)
-        engine.load_shards()
-    held = sum(parameter.numel() for parameter in engine.model.parameters())
-    engine.close()
-    groups.close()
+    with engine_on(recipe, rank) as (engine, _):
+        with mock.patch.object(Plain, "__getitem__", uncounted), Made() as made:
+            read_weights(engine, recipe)
+            engine.load_shards()
+        held = sum(parameter.numel() for parameter in engine.model.parameters())
     return made.elements, held
 
 

@@ -36,13 +36,6 @@ training: {global_batch: 4, micro_batch: 2}
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return tmp_path / "recipe.yaml"
-
-
 @pytest.mark.nightly("a whole measurement")
 def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
     asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4:1"]

@@ -18,13 +18,6 @@ cluster: {workers: 2}
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return tmp_path / "recipe.yaml"
-
-
 @pytest.mark.nightly("measures half a minute")
 def test_workers_are_measured_and_planned_with(ray_session, recipe: Path, capsys) -> None:
     assert main(["calibrate", str(recipe), "--out", "here.yaml", "--json"]) == 0

@@ -15,7 +15,7 @@ from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, all_losses
 from foldray.recipe import DataSpec, Recipe
 from foldray.runtime import Trace
-from tests.foldray.parity import MODEL, check_equal, engine_of, make_recipe, model_of, weights
+from tests.foldray.parity import MODEL, check_equal, engine_on, make_recipe, model_of, weights
 from tests.trainers.data.chats import CHATS, chat, make_tokenizer
 from trainers.data.chat import Chat
 from trainers.data.conversations import Reader, encode, end
@@ -68,21 +68,19 @@ def own_batches(recipe: Recipe, groups: Groups, split: Split, step: int) -> list
 
 
 def train(rank: int, recipe: Recipe, folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    groups, split = Groups.create(recipe.placed_fold, rank), Split(folder, "train", meta)
-    engine, losses = engine_of(recipe, groups), []
-    engine.execution.trace = Trace()
-    for step in range(STEPS):
-        passes = engine.train(own_batches(recipe, groups, split, step))
-        engine.update(recipe.optimizer.lr)
-        losses.append(all_losses(passes, groups.control).means().tolist())
-        if step == 0 and engine.execution.lacks_costs:
-            engine.execution.learn_costs()
-        engine.execution.trace = None
-    evaluated = all_losses(engine.execution.evaluate(own_batches(recipe, groups, split, STEPS)), groups.control)
-    found = {"weights": weights(engine), "losses": losses, "evaluated": [float(evaluated.means()[0]), int(evaluated.tokens)]}
-    engine.close()
-    groups.close()
-    return found
+    split, losses = Split(folder, "train", meta), []
+    with engine_on(recipe, rank) as (engine, groups):
+        engine.execution.trace = Trace()
+        for step in range(STEPS):
+            passes = engine.train(own_batches(recipe, groups, split, step))
+            engine.update(recipe.optimizer.lr)
+            losses.append(all_losses(passes, groups.control).means().tolist())
+            if step == 0 and engine.execution.lacks_costs:
+                engine.execution.learn_costs()
+            engine.execution.trace = None
+        evaluated = all_losses(engine.execution.evaluate(own_batches(recipe, groups, split, STEPS)), groups.control)
+        shown = [float(evaluated.means()[0]), int(evaluated.tokens)]
+        return {"weights": weights(engine), "losses": losses, "evaluated": shown}
 
 
 FOLDS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [

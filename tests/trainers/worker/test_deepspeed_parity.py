@@ -17,7 +17,7 @@ from foldray.blueprint import parameter_table
 from foldray.comm import Groups
 from foldray.recipe import Recipe
 from foldray.runtime.weights import Weights
-from tests.foldray.parity import batches, drifted, engine_of, go_on, make_recipe, one_process, train, worst
+from tests.foldray.parity import batches, drifted, engine_on, go_on, make_recipe, one_process, train, worst
 from tests.pool import RankPools
 from trainers.checkpoints import tensors
 from trainers.checkpoints.staging import Staged
@@ -157,20 +157,17 @@ def test_a_tied_embedding_comes_reduced_too(ranks, positions: str) -> None:
 
 def _sent(rank: int, recipe: Recipe) -> tuple[dict[str, int], list[int]]:
     """Return the bytes that a step's gradients sent, by operation, and the bytes of each gradient buffer that a rank keeps."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    engine.train(batches(recipe, groups.dp_rank, 0))
-    sent: dict[str, int] = {}
-    for (name, operation), count in groups.traffic.counts.items():
-        if name in ("dense_gradients", "expert_gradients"):
-            sent[operation] = sent.get(operation, 0) + count.inside_bytes + count.across_bytes
-    gradients = engine.step.gradients  # type: ignore[attr-defined]
-    kept = []
-    for buffer in gradients.buffers:
-        tensors = {each.data_ptr(): 4 * len(each) for each in (buffer.flat, buffer.sums) if each is not None}
-        kept.append(sum(tensors.values()))
-    engine.close()
-    groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        engine.train(batches(recipe, groups.dp_rank, 0))
+        sent: dict[str, int] = {}
+        for (name, operation), count in groups.traffic.counts.items():
+            if name in ("dense_gradients", "expert_gradients"):
+                sent[operation] = sent.get(operation, 0) + count.inside_bytes + count.across_bytes
+        gradients = engine.step.gradients  # type: ignore[attr-defined]
+        kept = []
+        for buffer in gradients.buffers:
+            tensors = {each.data_ptr(): 4 * len(each) for each in (buffer.flat, buffer.sums) if each is not None}
+            kept.append(sum(tensors.values()))
     return sent, kept
 
 
@@ -190,26 +187,23 @@ def test_sums_go_only_to_their_owners(ranks, zero: int) -> None:
 
 def _norm_of_ones(rank: int, recipe: Recipe) -> float:
     """Return the norm that the engine reports if every reduced gradient consists of ones."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine, fold = engine_of(recipe, groups), recipe.placed_fold
-    gradients = engine.step.gradients  # type: ignore[attr-defined]
+    fold = recipe.placed_fold
+    with engine_on(recipe, rank) as (engine, groups):
+        gradients = engine.step.gradients
 
-    def fill(given: list) -> list:
-        places = fold.dp * fold.cp
-        ones = {"dense": 1 / places, "replicated": 1 / places / fold.tp, "expert": 1 / fold.edp}
-        for buffer in gradients.buffers:
-            buffer.sums.fill_(ones[buffer.name])
-        for parameter in engine.model.tied():
-            gradients.views[parameter].fill_(0.5 / places)
-        engine.execution.weights = Weights(given, groups, torch.float32, engine.model.spec)
-        return [engine.model.no_losses() for _ in given]
+        def fill(given: list) -> list:
+            places = fold.dp * fold.cp
+            ones = {"dense": 1 / places, "replicated": 1 / places / fold.tp, "expert": 1 / fold.edp}
+            for buffer in gradients.buffers:
+                buffer.sums.fill_(ones[buffer.name])
+            for parameter in engine.model.tied():
+                gradients.views[parameter].fill_(0.5 / places)
+            engine.execution.weights = Weights(given, groups, torch.float32, engine.model.spec)
+            return [engine.model.no_losses() for _ in given]
 
-    engine.execution.train = fill  # type: ignore[assignment, method-assign]
-    engine.train(batches(recipe, groups.dp_rank, 0))
-    norm = engine.update(0.0).total
-    engine.close()
-    groups.close()
-    return norm
+        engine.execution.train = fill
+        engine.train(batches(recipe, groups.dp_rank, 0))
+        return engine.update(0.0).total
 
 
 @pytest.mark.gate(1)
@@ -305,26 +299,19 @@ def _updates(rank: int, recipe: Recipe) -> dict[str, Any] | None:
 
 def _interrupted(rank: int, recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
     """Train two steps, and two more in three ways: without a break, with a new engine, and with a torch engine."""
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    engine.state()  # the state can be read before the first step
-    go_on(engine, groups, recipe, range(2))
-    progress = {"step": 2, "data": "", "fold": {}, "validation": {}}
-    tensors.write(folder, Staged(engine.shards()), progress, dist.group.WORLD)
-    found = [go_on(engine, groups, recipe, range(2, 4))]
-    engine.close()
-    groups.close()
+    with engine_on(recipe, rank) as (engine, groups):
+        engine.state()  # the state can be read before the first step
+        go_on(engine, groups, recipe, range(2))
+        progress = {"step": 2, "data": "", "fold": {}, "validation": {}}
+        tensors.write(folder, Staged(engine.shards()), progress, dist.group.WORLD)
+        found = [go_on(engine, groups, recipe, range(2, 4))]
     for other in ({}, {"engine": {"kind": "torch", "zero": 0}}):
-        groups = Groups.create(recipe.placed_fold, rank)
-        fresh = engine_of(
-            Recipe.parse({**recipe.model_dump(), **other, "training": {**recipe.training.model_dump(), "seed": 1}}), groups
-        )
-        with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
-            tensors.load(stored, fresh.shards(), dist.group.WORLD)
-        fresh.load_shards()
-        found.append(go_on(fresh, groups, recipe, range(2, 4)))
-        fresh.close()
-        groups.close()
+        changed = Recipe.parse({**recipe.model_dump(), **other, "training": {**recipe.training.model_dump(), "seed": 1}})
+        with engine_on(changed, rank) as (fresh, groups):
+            with tensors.opened(Checkpoint.from_directory(str(folder)), dist.group.WORLD) as stored:
+                tensors.load(stored, fresh.shards(), dist.group.WORLD)
+            fresh.load_shards()
+            found.append(go_on(fresh, groups, recipe, range(2, 4)))
     return found
 
 
@@ -352,12 +339,8 @@ def test_training_goes_on_from_saved_state(ranks, tmp_path: Path, fold: dict[str
 
 
 def _dtypes(rank: int, recipe: Recipe) -> set[torch.dtype]:
-    groups = Groups.create(recipe.placed_fold, rank)
-    engine = engine_of(recipe, groups)
-    found = {bias.dtype for bias in engine.model.biases().values()}
-    engine.close()
-    groups.close()
-    return found
+    with engine_on(recipe, rank) as (engine, _):
+        return {bias.dtype for bias in engine.model.biases().values()}
 
 
 def test_selection_biases_of_a_bfloat16_model_stay_float32(ranks) -> None:
