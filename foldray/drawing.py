@@ -110,7 +110,7 @@ def _chunks(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 def explanation(fold: Fold, nodes: Placement | None, best: Placement | None) -> str:
     """Return the text that `foldray explain` prints: the grids, every family of groups, and the score of their placement."""
-    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.told}" if nodes else "")
+    ranks = f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.in_words}" if nodes else "")
     lines = [f"{ranks}: {fold}", "", draw(fold, nodes)]
     for view, families in fold.families.items():
         ranks_of_view = fold.views[view].ranks

@@ -4,6 +4,7 @@ from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, M
 from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
 from foldray.blueprint.model import ModelSpec
+from foldray.blueprint.ownership import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.parameters import (
     ParameterSpec,
     count_by_cut,
@@ -12,7 +13,6 @@ from foldray.blueprint.parameters import (
     hidden_matrices,
     parameter_table,
 )
-from foldray.blueprint.placement import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
 from foldray.blueprint.skew import expert_shares, overload, rank_shares, ranks_of_a_token, visits_of_a_token

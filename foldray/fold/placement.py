@@ -52,7 +52,7 @@ class Placement:
         return rank // self.ranks_per_node
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """How the ranks are on nodes, in words."""
         return f"{self.ranks_per_node} per node"
 
@@ -119,7 +119,7 @@ class Arrangement(Placement):
         return len(set(self.where))
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         return f"on {self.nodes} node{'s' * (self.nodes > 1)}"
 
     def node(self, rank: int) -> int:

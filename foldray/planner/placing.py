@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import half_flops, ranks_of_a_token
-from foldray.blueprint.placement import check_apart
+from foldray.blueprint.ownership import check_apart
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import HANDOVER, REDUCE

@@ -113,7 +113,7 @@ def _panels(fold: Fold, nodes: Placement | None) -> list[_Panel]:
 
 def _subtitle(fold: Fold, panels: Sequence[_Panel]) -> str:
     nodes = panels[0].nodes
-    parts = [f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.told}" if nodes else "")]
+    parts = [f"{fold.world_size} rank{'s' * (fold.world_size > 1)}" + (f", {nodes.in_words}" if nodes else "")]
     if fold.disjoint:
         parts.append(f"experts on ranks {fold.moe.ranks[0]}–{fold.moe.ranks[-1]}")
     elif fold.tp * fold.cp > 1:
