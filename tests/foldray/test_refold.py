@@ -12,8 +12,8 @@ import pytest
 from foldray import refold
 from foldray.blueprint import parameters
 from foldray.errors import UserError
+from foldray.planner import prediction
 from foldray.planner.hardware import load_hardware
-from foldray.planner.lists import PipelineList
 from foldray.planner.prediction import predict
 from foldray.planner.space import legal_folds
 from foldray.recipe import Recipe
@@ -46,7 +46,7 @@ def test_many_numbers_of_workers_are_little_work() -> None:
 
     with (
         patched(parameters, "parameter_table", counted("tables", parameters.parameter_table)),
-        patched(PipelineList, "__init__", counted("pipelines", PipelineList.__init__)),
+        patched(prediction, "backward_ends", counted("pipelines", prediction.backward_ends)),
         patched(_Folded, "checked", counted("checks", _Folded.checked)),
     ):
         found = worlds(given)
