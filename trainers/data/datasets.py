@@ -35,7 +35,7 @@ from trainers.data.encode import grouped, quiet_console
 from trainers.data.identity import Chain
 from trainers.data.prepare import cache_folder
 from trainers.data.sources import STORED
-from trainers.data.unfit import as_utf8, halves_in, refused, unfit_summary
+from trainers.data.unfit import Tally, as_utf8, halves_in, refused, unfit_summary
 
 Documents = Any
 """A dataset of Ray, a function that makes one, or rows in memory: mappings with the text field, or texts."""
@@ -82,7 +82,8 @@ def store(datasets: Mapping[str, Documents], data: DataSpec, cache: str | Path) 
 
 def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
     """Write the documents of one dataset, unless they are there already, and return the glob of their files."""
-    draft, whole, content = folder / f".{uuid.uuid4().hex[:8]}", _Part(), Chain()
+    draft, content, unfit = folder / f".{uuid.uuid4().hex[:8]}", Chain(), Tally()
+    rows = documents = 0
     with writing(folder):
         draft.mkdir(parents=True)
     try:
@@ -90,12 +91,14 @@ def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
             if part.documents:
                 check_seen(partial(_has_size, draft / part.file, part.size), folder.parent, part.node)
                 with writing(folder):
-                    os.replace(draft / part.file, draft / f"part-{whole.documents:012d}.parquet")
+                    os.replace(draft / part.file, draft / f"part-{documents:012d}.parquet")
             content.extend(Chain.parse(part.content))
-            whole.add(part)
-        if not whole.documents:
+            if part.unfit:
+                unfit.add({name: (part.unfit, part.unfit_bytes, f"row {rows + part.first_unfit}")})
+            rows, documents = rows + part.rows, documents + part.documents
+        if not documents:
             raise UserError(name, "no rows", "has no documents")
-        if line := whole.unfit_summary(name, data.invalid):
+        if line := unfit_summary({"unfit": {"rule": data.invalid, **unfit.as_dict()}}):
             _log.warning(line)
         stored = folder / f"hash-{content.value:064x}"
         with writing(folder):
@@ -103,7 +106,7 @@ def _stored(name: str, dataset: Documents, data: DataSpec, folder: Path) -> str:
                 path.unlink()
             publish(draft, stored, stored.exists)
     except _Mistake as mistake:
-        row = f"row {whole.rows + mistake.row}"
+        row = f"row {rows + mistake.row}"
         if mistake.kind is None:
             raise refused(name, row) from None
         raise UserError("data.text_field", data.text_field, f"is not text but {mistake.kind} in {row} of {name}") from None
@@ -143,7 +146,7 @@ def _parts(dataset: Documents, write: _Write) -> Iterator[_Part]:
 
 @dataclass
 class _Part:
-    """A file of documents, or several.
+    """A file of documents.
 
     Args:
         node: name of the node that has written it.
@@ -168,19 +171,6 @@ class _Part:
     def count_unfit(self, row: int, bytes_: int) -> None:
         self.first_unfit = self.first_unfit if self.unfit else row
         self.unfit, self.unfit_bytes = self.unfit + 1, self.unfit_bytes + bytes_
-
-    def unfit_summary(self, field: str, rule: Invalid) -> str | None:
-        """Return a line about the rows that cannot be used as they are; None if there are none."""
-        first = {"file": field, "documents": self.unfit, "at": f"row {self.first_unfit}"}
-        unfit = {"rule": rule, "documents": self.unfit, "bytes": self.unfit_bytes, "files": 1, "first": [first]}
-        return unfit_summary({"unfit": unfit})
-
-    def add(self, following: _Part) -> None:
-        """Add the numbers of the next part."""
-        if not self.unfit:
-            self.first_unfit = self.rows + following.first_unfit
-        self.unfit, self.unfit_bytes = self.unfit + following.unfit, self.unfit_bytes + following.unfit_bytes
-        self.rows, self.documents = self.rows + following.rows, self.documents + following.documents
 
 
 class _Mistake(Exception):
