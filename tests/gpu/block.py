@@ -76,11 +76,11 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
         rows[name] = row = {
             "ms": statistics.median(device_ms), "min": min(device_ms), "max": max(device_ms),
             "host_ms": statistics.median(host_ms), "product_share": flops / statistics.median(device_ms) / peak / 1e9,
-            **_profiled(step), "peak_gib": _peak(step),
+            **kernels_of(step), "peak_gib": peak_of(step),
         }  # fmt: skip
-        report.say(f"  {name:12} " + " ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "top"))
-        for kernel in row["top"] if name in ("1 pieces", "4 pieces", "Hugging Face") else ():
-            report.say(f"      {kernel}")
+        report.say(f"  {name:12} " + " ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "by_name"))
+        for kernel in list(row["by_name"].items())[:12] if name in ("1 pieces", "4 pieces", "Hugging Face") else ():
+            report.say("      {}: {}".format(*kernel))
     return rows
 
 
@@ -156,8 +156,8 @@ def steps_in_turns(engine: Any, given: list[Batch], orderings: Mapping[Name, Ord
     return took
 
 
-def _profiled(step: Any) -> dict[str, Any]:
-    """Return number of kernels, the milliseconds of all of them, and the kernels that take longest."""
+def kernels_of(step: Any) -> dict[str, Any]:
+    """Return number of kernels, the milliseconds of all of them, and each kernel by name, that which takes longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
@@ -166,11 +166,11 @@ def _profiled(step: Any) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             took[event.name[:90]] += event.device_time / 1e3
             times[event.name[:90]] += 1
-    top = [f"{ms:.2f} ms, {times[name]} × {name}" for name, ms in took.most_common(12)]
-    return {"kernels": times.total(), "busy_ms": sum(took.values()), "top": top}
+    by_name = {name: f"{ms:.3f} ms, {times[name]} times" for name, ms in took.most_common()}
+    return {"kernels": times.total(), "busy_ms": sum(took.values()), "by_name": by_name}
 
 
-def _peak(step: Any) -> float:
+def peak_of(step: Any) -> float:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
