@@ -70,7 +70,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         "compute_ms",
     }
     for result in results:
-        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms"}
+        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms", "energy_j"}
         step = result["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
         recorded = result["forward_ms"] + result["backward_ms"]  # of other steps than the timed ones, so only the unit is certain
