@@ -103,7 +103,7 @@ def expert_ffn_by_hand(
     def differentiate(dy_NH: Tensor) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
         dx_NH, dup, ddown, _, _, _, *dbiases = backward(dy_NH)
         of = zip(parameters, (dup, ddown, *dbiases), strict=True)
-        return [dx_NH], {p: part.view_as(p) for p, part in of if p is not None and part is not None}
+        return [dx_NH], {p: part.reshape(p.shape) for p, part in of if p is not None and part is not None}
 
     return ByHand(y_NH, differentiate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def counting(self: Router, *given: Any) -> Any:
         routings.append(torch.zeros(()))
         found = forward(self, *given)
-        return found._replace(weight_TK=found.weight_TK * (1 + len(routings) / 100))
+        return replace(found, weight_TK=found.weight_TK * (1 + len(routings) / 100))
 
     monkeypatch.setattr(Router, "forward", counting)
     with pytest.raises(AssertionError, match="list 0, step 0: other bits"):
