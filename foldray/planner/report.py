@@ -37,6 +37,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
         "schedule": {
             "kind": ordering.forward.kind,
             "degree": ordering.degree,
+            "attention_degree": ordering.fewer_slices,
             "slicing": "time_uniform" if ordering.slicing else None,
             "lag": ordering.forward.lag if ordering.forward.row.has_lag else None,
             "backward_lag": ordering.backward.lag if ordering.backward.row.has_lag else None,
@@ -103,6 +104,7 @@ def schedule(planned: Planned) -> str:
     """Return a candidate's schedule in a few words."""
     candidate, ordering = planned.candidate, planned.candidate.ordering
     text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
+    text += f"/{slices}" if (slices := ordering.fewer_slices) else ""
     text += f" R={ordering.batch_degree}" if ordering.batch_degree > 1 else ""
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
     text += f" stages {_runs(candidate.stage_layers)}" if candidate.stage_layers else ""

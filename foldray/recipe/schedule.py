@@ -30,14 +30,17 @@ class ScheduleSpec(Strict):
     """Pieces that a sequence is cut into. More pieces hide more communication, but smaller pieces
     compute less efficiently. 1 does not cut."""
     degrees: Sizes | None = None
-    """Degrees that training tries in its first steps; it keeps the fastest one. Null keeps
-    `degree`."""
+    """Degrees that training tries in its first steps; it keeps the fastest one. A degree below
+    `attention_degree` has as many slices as pieces. Null keeps `degree`."""
     slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = "time_uniform"
     """How attention is cut. `time_uniform` makes the slowest slice as fast as possible,
     `token_uniform` makes slices of equal length, `algorithm1` is FoldMoE's listing."""
+    attention_degree: Degree | None = None
+    """Slices that attention is cut into, at most `degree`. Each slice costs time of its own, so fewer
+    of them can be faster where short MoE pieces hide more. Null is the same as `degree`."""
     slices: Annotated[tuple[Size, ...], Field(max_length=MOST_PIECES)] | None = None
-    """Lengths of attention's slices, in tokens; they sum to `data.seq_len`. Null lets `slicing`
-    choose the lengths."""
+    """Lengths of attention's slices, in tokens; they sum to `data.seq_len`. There are
+    `attention_degree` of them. Null lets `slicing` choose the lengths."""
     slice_cost: tuple[Cost, Cost] | None = None
     """Time of a slice of attention, as two coefficients that `foldray bench` measures. `slicing`
     balances slices by it. Null counts floating-point operations."""

@@ -47,7 +47,7 @@ _CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
 
 def gathers(slicing: Slicing, cp: int) -> bool:
     """Return `StepGraph.gathers`: whether context-parallel ranks share slices. Whole sequences go around a ring instead."""
-    return cp > 1 and len(slicing.attention) > 1
+    return cp > 1 and slicing.cuts_attention
 
 
 def leaves_weights(model: ModelSpec) -> tuple[str, ...]:

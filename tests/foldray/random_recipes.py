@@ -196,6 +196,7 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
     if kind != "sequential":
         schedule["degree"] = chance.choice([1, 2, 4])
         schedule["slicing"] = chance.choice(["token_uniform", "time_uniform"])
+        schedule["attention_degree"] = chance.choice([None, None, 1, 2])
         if kind == "stream":
             schedule |= {"lag": chance.choice([1, 2, "auto"]), "backward_lag": chance.choice([1, 3, "auto"])}
         if chance.random() < 0.2:
