@@ -68,7 +68,9 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
     memory = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
     if not candidate.graph.later:
         return memory
-    return memory._replace(buffers=memory.buffers + max(operands(rank, block, imbalance) for block in rank.job.blocks))
+    # The W of all pieces waits for the last one. Blocks that do not drain have begun the block before by then.
+    blocks = ordering.batch_degree * (1 if row.drains else 2) if ordering.weight_gradients == "whole" and not row.found else 1
+    return memory._replace(buffers=memory.buffers + blocks * max(operands(rank, block, imbalance) for block in rank.job.blocks))
 
 
 class Keeping(NamedTuple):

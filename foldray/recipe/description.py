@@ -127,7 +127,7 @@ class Description(Strict):
             schedule.recompute,
             schedule.batch_degree,
             Reduction(schedule.reduction, _number(schedule.sp_bytes)),
-            schedule.weight_gradients == "apart",
+            schedule.weight_gradients,
             1 if schedule.ahead is None else schedule.ahead,
             schedule.alive,
         )

@@ -10,7 +10,7 @@ from foldray.blueprint import Strict
 from foldray.blueprint.sections import MOST_LAYERS, Layers
 from foldray.errors import UserError
 from foldray.recipe.bounds import MOST_BYTES, MOST_PIECES, Cost, Degree, Operations, OverlapName, SequenceCount, Size, Sizes
-from foldray.schedule import SEQUENTIAL, overlap_kind
+from foldray.schedule import SEQUENTIAL, WeightGradients, overlap_kind
 from foldray.tables import among
 
 Lag = Degree | Literal["auto"]
@@ -57,11 +57,12 @@ class ScheduleSpec(Strict):
     batch_degree: SequenceCount = 1
     """Parts that a micro-batch is cut into along the batch; their pieces overlap too. It must
     divide `training.micro_batch`. `kind: flow` sets it to 2."""
-    weight_gradients: Literal["together", "apart"] = "together"
+    weight_gradients: WeightGradients = "together"
     """When backward computes the gradients of weights. `together` computes them with those of
     activations. `apart` computes them while the next rows or activations travel, and keeps what
-    they need until then. The gradients have the same bits. `kind: list` and `kind: af_pipe` set it
-    to `apart`."""
+    they need until then. `whole` computes those of all pieces of a block at once, and keeps what
+    they need until the last piece has gone backward. The gradients have the same bits. `kind: list`
+    and `kind: af_pipe` set it to `apart`."""
     ahead: Annotated[float, Field(ge=0, le=MOST_PIECES)] | None = None
     """How much more a worker may keep than in the pipeline's own order, in micro-batches: 0.5 is
     half of the activations of one. More memory hides more communication. Only `kind: list` has this

@@ -203,7 +203,7 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
             schedule["batch_degree"] = 2
     if kind == "list":
         schedule["ahead"] = chance.choice([None, 0, 2])
-    schedule["weight_gradients"] = chance.choice(["together", "apart"])
+    schedule["weight_gradients"] = chance.choice(["together", "apart", "whole"])
     schedule["reduction"] = chance.choice(["end", "buckets", "chunks"])
     if schedule["reduction"] != "end":
         schedule["sp_bytes"] = chance.choice([512, 3000, 100_000])

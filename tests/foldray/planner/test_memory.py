@@ -256,8 +256,9 @@ def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) 
 
 
 STEPS = [
-    *((kind, 1) for kind in ("sequential", "sequential-apart", "weave", "weave-apart")),
+    *((kind, 1) for kind in ("sequential", "sequential-apart", "weave", "weave-apart", "aaam-whole:2", "stream-whole:4")),
     *(("list", n) for n in (0, 0.5, 1, 2)),
+    ("list-whole:2", 0.5),
 ]
 
 
