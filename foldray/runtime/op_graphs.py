@@ -264,7 +264,9 @@ class OpGraphs:
             if part is not None:
                 self.sum_of(parameter).add_(part)
         if ops := self.graph.weights(op):
-            self._later.update((later_op, left) for later_op in ops)
+            for later_op in ops:
+                self._later.setdefault(later_op, []).extend(left)
+            left.clear()  # nodes of the graph may hold this list
         else:
             self._add_all(left)
         return input_gradients

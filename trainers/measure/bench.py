@@ -210,7 +210,8 @@ def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) 
     step, joules = columns.pop("step_ms"), columns.pop("energy_j")
     degree, reduction = ordering.degree, ordering.reduction
     return {
-        "schedule": ordering.forward.kind, "degree": degree, "slicing": _slicing(recipe, ordering),
+        "schedule": ordering.forward.kind, "degree": degree, "attention_degree": ordering.fewer_slices,
+        "slicing": _slicing(recipe, ordering),
         "batch_degree": ordering.batch_degree, "reduction": reduction.kind, "sp_bytes": reduction.most,
         "engine": recipe.engine.kind, "backend": recipe.moe.backend,
         "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
@@ -224,7 +225,8 @@ def _slicing(recipe: Recipe, ordering: Ordering) -> str:
     cut = ordering.slicing
     if cut is None or len(cut.attention) == 1:
         return "whole"
-    kinds = (kind for kind in SLICINGS if recipe.cut(kind, cut.degree).attention == cut.attention)
+    given = cut.degree, len(cut.attention)
+    kinds = (kind for kind in SLICINGS if recipe.cut(kind, *given).attention == cut.attention)
     return next(kinds, ",".join(map(str, cut.attention)))
 
 
