@@ -103,7 +103,7 @@ def _add_training(commands: Any) -> None:
 def _add_measuring(commands: Any) -> None:
     command = _add(commands, "bench", "Measure schedules side by side, on this machine or a cluster.")
     _add_recipe(command, joins=True)
-    meaning = "schedule to measure, such as stream:4; repeat the option to compare several"
+    meaning = "schedule to measure, such as stream:4 or stream:4/2; repeat the option to compare several"
     command.add_argument("--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help=meaning)
     meaning = "rounds; each round runs every schedule once (default %(default)s)"
     command.add_argument("--rounds", type=int, default=7, metavar="N", help=meaning)

@@ -228,7 +228,8 @@ def test_what_is_allowed_passes(path, source):
     assert violations(path, source) == []
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio"}  # distributions with other names
+# Distributions with other names.
+DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio", "pynvml": "nvidia-ml-py"}
 LIBRARIES = ("foldray", "trainers", "tuners")
 ON_NO_INDEX = {"tutel"}  # a command of its own installs it
 

@@ -15,7 +15,7 @@ from foldray.amounts import in_bytes
 from foldray.errors import UserError
 from foldray.fold import divisors
 from foldray.recipe import Recipe
-from foldray.recipe.bounds import MOST_SETTINGS
+from foldray.recipe.bounds import MOST_PIECES, MOST_SETTINGS
 from foldray.recipe.tuning import DEGREES
 from foldray.schedule import AF_PIPE, SEARCHED, SEQUENTIAL, overlap_kind
 from tuners.table import Table
@@ -26,6 +26,7 @@ KEYS: Mapping[str, str] = {
     "degree": "schedule.degree", "slicing": "schedule.slicing", "batch_degree": "schedule.batch_degree",
     "recompute": "schedule.recompute", "reduction": "schedule.reduction", "sp_bytes": "schedule.sp_bytes",
     "attention": "placement.attention", "expert_pp": "placement.expert_pp", "dispatch": "moe.dispatch",
+    "attention_degree": "schedule.attention_degree",
 }  # fmt: skip
 """The recipe key that each field of a `Setting` sets."""
 
@@ -41,6 +42,7 @@ class Setting(NamedTuple):
         sp_bytes: bytes of a bucket or chunk of gradients; 0 if all gradients are reduced at the end of a step.
         attention, expert_pp: workers for attention, and pipeline positions of the experts; 0 if workers have both.
         dispatch: what a token travels for.
+        attention_degree: most slices of attention; `MOST_PIECES` if there are as many as pieces.
     """
 
     tp: int
@@ -60,6 +62,7 @@ class Setting(NamedTuple):
     attention: int = 0
     expert_pp: int = 0
     dispatch: str = "assignment"
+    attention_degree: int = MOST_PIECES
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setting:
@@ -67,6 +70,7 @@ class Setting(NamedTuple):
         values = {name: getattr(getattr(recipe, section), key) for name, (section, key) in keys.items() if section != "placement"}
         values["recompute"] = "+".join(recipe.schedule.recompute) or "none"
         values["sp_bytes"] = recipe.ordering.reduction.most or 0
+        values["attention_degree"] = recipe.schedule.attention_degree or MOST_PIECES
         if recipe.placement is not None:
             values |= {"attention": recipe.placement.attention, "expert_pp": recipe.placed_fold.moe_pp}
         return cls(**values)._normalized()
@@ -74,17 +78,20 @@ class Setting(NamedTuple):
     def _normalized(self) -> Setting:
         """Return the same setting, with a fixed value for every key that has no effect."""
         uncut = AF_PIPE.name if self.attention else SEQUENTIAL.name
+        fewer = self.attention_degree < self.degree and overlap_kind(self.kind).cuts_attention
         return self._replace(
             kind=self.kind if self.degree * self.batch_degree > 1 or not overlap_kind(self.kind).of_stages else uncut,
             slicing=self.slicing if self.degree > 1 and overlap_kind(self.kind).cuts_attention else "time_uniform",
             sp_bytes=self.sp_bytes if self.reduction != "end" else 0,
             dispatch=self.dispatch if self.ep > 1 and not self.attention else "assignment",
+            attention_degree=self.attention_degree if fewer else MOST_PIECES,
         )
 
     def __str__(self) -> str:
         """Return the setting in one line, without keys that have their usual values."""
         sizes = [f"{axis.upper()}{getattr(self, axis)}" for axis in _AXES if getattr(self, axis) > 1]
         cut = f" d={self.degree}" if self.degree > 1 else ""
+        cut += f"/{self.attention_degree}" if self.attention_degree < self.degree else ""
         cut += f" R={self.batch_degree}" if self.batch_degree > 1 else ""
         sizes += [f"attention on {self.attention}"] if self.attention else []
         sizes += [f"experts' PP{self.expert_pp}"] if self.expert_pp > 1 else []
@@ -109,8 +116,10 @@ def apply_setting(recipe: Recipe, setting: Setting) -> Recipe:
         experts = recipe.cluster.workers - setting.attention
         values["placement"] |= {"attention": setting.attention, "experts": experts, "expert_pp": setting.expert_pp}
     values["schedule"]["recompute"] = () if setting.recompute == "none" else tuple(setting.recompute.split("+"))
-    values["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None}
-    if setting.degree != recipe.schedule.degree or not overlap_kind(setting.kind).cuts_attention:
+    fewer = setting.attention_degree if setting.attention_degree < setting.degree else None
+    values["schedule"] |= {"sp_bytes": setting.sp_bytes or None, "degrees": None, "attention_degree": fewer}
+    cut, own = (setting.degree, fewer or setting.degree), recipe.schedule
+    if cut != (own.degree, own.attention_degree or own.degree) or not overlap_kind(setting.kind).cuts_attention:
         values["schedule"]["slices"] = None
     if setting.kind != recipe.schedule.kind:
         values["schedule"] |= {"backward": None, "ahead": None, "alive": None}
@@ -202,13 +211,13 @@ def _settings_of_fold(recipe: Recipe, start: Setting) -> Iterator[Setting]:
         reductions = [("chunks", size) if size else ("end", 0) for size in space.sp_bytes]
     recompute = [start.recompute] if space.recompute is None else ["+".join(ops) or "none" for ops in space.recompute]
     micro_batches, ways = space.micro_batch or (start.micro_batch,), space.dispatch or (start.dispatch,)
-    slicings = space.slicing or (start.slicing,)
-    for stages, micro_batch, (kind, degree, batch_degree), slicing, again, (reduction, size), way in itertools.product(
-        virtual_stages, micro_batches, cuts, slicings, recompute, reductions, ways
+    slicings, most = space.slicing or (start.slicing,), space.attention_degree or (start.attention_degree,)
+    for stages, micro_batch, (kind, degree, batch_degree), slicing, again, (reduction, size), way, slices in itertools.product(
+        virtual_stages, micro_batches, cuts, slicings, recompute, reductions, ways, most
     ):
         yield start._replace(
             virtual_stages=stages, micro_batch=micro_batch, kind=kind, degree=degree, slicing=slicing, batch_degree=batch_degree,
-            recompute=again, reduction=reduction, sp_bytes=size, dispatch=way,
+            recompute=again, reduction=reduction, sp_bytes=size, dispatch=way, attention_degree=slices,
         )._normalized()  # fmt: skip
 
 

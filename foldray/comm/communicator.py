@@ -217,6 +217,13 @@ class Communicator:
             return self._message_by_message("all-gather", out, out.view(self.size, *x.shape).unbind(), [x] * self.size)
         return self._pending("all-gather", [_all_gather(out, x, group=self.group, async_op=True)], (out,), (x,))
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every member's value. Its bytes are not counted."""
+        values = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this member's part of the sum over all members. Parts lie along the first axis: [size · n, …] → [n, …]."""
         if self.group is None:

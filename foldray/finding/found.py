@@ -211,7 +211,7 @@ def _quickest(problem: Problem, rules: Iterable[Rule], cost: Cost) -> tuple[Walk
 
 def _named(graph: StepGraph) -> dict[str, Schedule]:
     """Return the named lists of this graph that differ, by name."""
-    lags = [lag for lag in _LAGS if lag <= graph.slicing.degree]  # lags above the degree give equal lists
+    lags = [lag for lag in _LAGS if lag <= len(graph.slicing.attention)]  # larger lags give equal lists
     ways = [
         Overlap(SEQUENTIAL.name),
         Overlap(ONE_A_ONE_M.name),

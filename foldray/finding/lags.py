@@ -20,7 +20,7 @@ def best_overlaps(graph: StepGraph, cost: Cost) -> tuple[Overlap, Overlap]:
     def seconds(forward: Overlap, backward: Overlap) -> float:
         return simulate(graph, step_schedule(graph, forward, backward), cost).seconds
 
-    lags = range(1, graph.slicing.degree + 1)
+    lags = range(1, len(graph.slicing.attention) + 1)
     candidates = [Overlap(ONE_A_ONE_M.name), *(Overlap(STREAM.name, lag) for lag in lags)]
     forward = min(candidates, key=lambda way: seconds(way, candidates[0]))
     backward = min(candidates, key=lambda way: seconds(forward, way))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,38 @@ class _KeepingInputs(torch.autograd.Function):
             result = ctx.compute(*inputs)
         gradients = iter(torch.autograd.grad(result, [tensor for tensor in inputs if tensor.requires_grad], gradient))
         return None, *(next(gradients) if needs else None for needs in needed)
+
+
+class ByHand(NamedTuple):
+    """A result that was computed without autograd.
+
+    Args:
+        backward: takes the gradient of the result. Returns those of the inputs, and those of weights that are not left for later.
+    """
+
+    result: Tensor
+    backward: Callable[[Tensor], tuple[list[Tensor], dict[nn.Parameter, Tensor]]]
+
+
+def by_hand(function: type[torch.autograd.Function], *inputs: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
+    """Compute a function without autograd, and return its result and its backward.
+
+    On a GPU a node of autograd costs the host more than the calls of torch inside it.
+    """
+    ctx = _Context(len(inputs))
+    return function.forward(ctx, *inputs), partial(function.backward, ctx)
+
+
+class _Context:
+    """What a function keeps for its backward."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def __init__(self, inputs: int):
+        self.needs_input_grad = (True,) * inputs
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:

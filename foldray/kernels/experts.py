@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from foldray.kernels.activations import kernel_of
-from foldray.kernels.autograd import Leave, add_product
+from foldray.kernels.autograd import ByHand, Leave, add_product, by_hand
 from foldray.kernels.transfer import to_device
 
 Kind = Literal["loop", "grouped"]
@@ -83,6 +83,29 @@ def expert_ffn(
     rows = ([None] * len(counts) if bias is None else bias.unbind() for bias in biases)
     experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), *rows, strict=True)
     return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *bias) for x_nH, up_HW, down_FH, *bias in experts])
+
+
+def expert_ffn_by_hand(
+    x_NH: Tensor,
+    counts: list[int],
+    up: nn.Parameter,
+    down: nn.Parameter,
+    ffn: str,
+    leave: Leave | None = None,
+    flat_biases: tuple[nn.Parameter | None, nn.Parameter | None] = (None, None),
+) -> ByHand:
+    """Do as `expert_ffn` of the kind "grouped", but without autograd."""
+    parameters = up, down, *flat_biases
+    biases = (None if bias is None else bias.view(len(counts), -1) for bias in flat_biases)
+    function = _implementation(x_NH, up.shape[0], down.shape[1])
+    y_NH, backward = by_hand(function, x_NH.contiguous(), up, down, counts, ffn, leave, *biases)
+
+    def differentiate(dy_NH: Tensor) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
+        dx_NH, dup, ddown, _, _, _, *dbiases = backward(dy_NH)
+        of = zip(parameters, (dup, ddown, *dbiases), strict=True)
+        return [dx_NH], {p: part.reshape(p.shape) for p, part in of if p is not None and part is not None}
+
+    return ByHand(y_NH, differentiate)
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:

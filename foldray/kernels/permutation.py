@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.kernels import fused
+from foldray.kernels.autograd import ByHand, by_hand
 
 
 def sort_by_expert(
@@ -82,6 +83,17 @@ def combine(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool
     all numbers of rows must be finite. Without `drops`, there is less to do. Products and sums have at least float32.
     """
     return _Combine.apply(y_NH, position_TK, weight_TK, drops)
+
+
+def combine_by_hand(y_NH: Tensor, position_TK: Tensor, weight_TK: Tensor, *, drops: bool = True) -> ByHand:
+    """Do as `combine`, but without autograd. Rows and weights have gradients."""
+    out_TH, backward = by_hand(_Combine, y_NH, position_TK, weight_TK, drops)
+
+    def differentiate(dout_TH: Tensor) -> tuple[list[Tensor], dict[Any, Tensor]]:
+        dy_NH, _, dweight_TK, _ = backward(dout_TH)
+        return [dy_NH, dweight_TK], {}
+
+    return ByHand(out_TH, differentiate)
 
 
 def sum_rows(y_NH: Tensor, token_N: Tensor, position_TK: Tensor) -> Tensor:

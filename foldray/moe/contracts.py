@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from foldray.comm import Pending, mirrored_together
+from foldray.kernels.autograd import ByHand
 from foldray.kernels.transfer import start_reading
 from foldray.moe.router import Balance, Router, Routing, TokenPiece
 
@@ -206,8 +207,14 @@ class Layer(Protocol):
     def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
         """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H]."""
 
+    def experts_by_hand(self, received: Received) -> Callable[..., ByHand] | None:
+        """Return what does as `run_experts` without autograd, if this layer can."""
+
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
         """Sum the results that have come back into tokens: [N, H] → [T, H]. Weights that have travelled are in the results."""
+
+    def sums_by_hand(self, sent: Sent) -> Callable[..., ByHand] | None:
+        """Return what does as `combine_postprocess` without autograd, if this layer can."""
 
 
 def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:

@@ -8,7 +8,7 @@ this rank's share of an expert, W width of its first product (2F with a gate).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +18,9 @@ from torch import nn
 from foldray.blueprint import FeedForwardSpec, Ownership
 from foldray.blueprint.parts import Parts, columns, ffn_columns
 from foldray.comm import Communicator, Groups, gather_rows, scatter_rows
-from foldray.kernels.autograd import Later
-from foldray.kernels.experts import Biases, Kind, expert_ffn
-from foldray.kernels.permutation import combine, pad_by_expert, permute, sort_by_expert
+from foldray.kernels.autograd import ByHand, Later
+from foldray.kernels.experts import Biases, Kind, expert_ffn, expert_ffn_by_hand
+from foldray.kernels.permutation import combine, combine_by_hand, pad_by_expert, permute, sort_by_expert
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.exchange import WIRES, AllToAll, Wire
 from foldray.moe.once import InsideNode, OncePerRank
@@ -106,6 +106,18 @@ class Experts(nn.Module):
         if self.up_bias is not None and self.down_bias is not None:
             biases = (self.up_bias.view(len(self.ids), -1), self.down_bias.view(len(self.ids), -1))
         return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind, leave, biases)
+
+    def by_hand(self, rows_NH: torch.Tensor, received: Received) -> ByHand:
+        """Do as `forward`, for rows without weights and without ETP, but without autograd."""
+        x_NH, leave = dispatch_postprocess(rows_NH, received), self.later.leaver(self.up, self.down)
+        weights = self.up, self.down, self.share.ffn, leave, (self.up_bias, self.down_bias)
+        y_NH, backward = expert_ffn_by_hand(x_NH, received.rows_by_expert, *weights)
+
+        def differentiate(dy_NH: torch.Tensor) -> tuple[list[torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
+            (dx_NH,), parts = backward(dispatch_postprocess(dy_NH, received))
+            return [combine_preprocess(dx_NH, received)], parts
+
+        return ByHand(combine_preprocess(y_NH, received), differentiate)
 
     def parts(self) -> Parts:
         names, inner, hidden = self.share.activation.inwards, self.share.inner, self.down.shape[-1]
@@ -203,5 +215,16 @@ class MoELayer(nn.Module):
     def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
         return self.experts(rows, received) if self.inside is None else self.inside.run(self.experts, rows, received)
 
+    def experts_by_hand(self, received: Received) -> Callable[..., ByHand] | None:
+        if self.once is not None or self.experts.slices.size > 1 or self.experts.kind == "loop":
+            return None
+        return lambda rows_NH: self.experts.by_hand(rows_NH, received)
+
     def combine_postprocess(self, y_NH: torch.Tensor, sent: Sent, weight_TK: torch.Tensor) -> torch.Tensor:
         return self.permutation.decode(y_NH, sent, weight_TK) if self.once is None else self.once.decode(y_NH, sent)
+
+    def sums_by_hand(self, sent: Sent) -> Callable[..., ByHand] | None:
+        if self.once is not None or not isinstance(self.permutation, TorchPermutation):
+            return None
+        position_TK, drops = sent.memory
+        return lambda y_NH, weight_TK: combine_by_hand(y_NH, position_TK, weight_TK, drops=drops)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, Stage, ranks_of_a_token, visits_of_a_token
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
+from foldray.planner.bounds import cut_of
 from foldray.planner.candidate import Candidate
 from foldray.planner.costs import OpWork, RankCosts
 from foldray.planner.device import FLOAT32, INT64, Device
@@ -147,12 +148,13 @@ class ApartWork(OpWork):
         ordering = candidate.ordering
         # The order of halves is the same whatever runs again, so candidates that differ in it share one list.
         order = position_list(replace(graph, recompute=()), place, ordering)
-        counts = most_kept(order, ATTENTION if family == "dp_cp" else EXPERT)
+        kind = ATTENTION if family == "dp_cp" else EXPERT
+        counts, pieces = most_kept(order, kind), len(cut_of(kind, graph.slicing))
         size = {block: self._kept(rank, block, family) for block, _ in content.blocks}
         left = {block: self._operands(rank, block, family) for block in size}
-        kept, logits = sum(count * size[graph.blocks[layer]] for layer, count in counts.items()) / graph.slicing.degree, 0.0
+        kept, logits = sum(count * size[graph.blocks[layer]] for layer, count in counts.items()) / pieces, 0.0
         if ordering.forward.row.found:
-            in_order, again = math.ceil(counts.total() / graph.slicing.degree), bool(ordering.recompute)
+            in_order, again = math.ceil(counts.total() / pieces), bool(ordering.recompute)
             kept = kept_by_list(content.blocks, size, left, in_order, candidate.micro_batches, ordering.ahead, again)
         rows = 4 * max(graph.slicing.moe) * rank.sequences * rank.model.topk * rank.model.hidden * rank.device.bytes
         if content.head:
@@ -165,7 +167,7 @@ class ApartWork(OpWork):
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that a half of a block keeps from forward to backward."""
-        again, sliced = self.candidate.ordering.recompute, self.candidate.graph.slicing.degree > 1
+        again, sliced = self.candidate.ordering.recompute, self.candidate.graph.slicing.cuts_attention
         moe, model, fold = block.moe, rank.model, self.candidate.fold
         if not moe:
             return block_activations(rank, block, again, sliced) if family == "dp_cp" else 0.0

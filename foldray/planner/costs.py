@@ -81,12 +81,16 @@ class OpWork:
         return self._computed(self.rank, op)
 
     def _computed(self, rank: RankCosts, op: Op) -> Price:
-        """Return the price of an op on a rank with these costs. Gradients of weights may be an op of their own (W)."""
-        graph = self.candidate.graph
-        price = rank.price(op.kind, op.direction in ("B", "W"), graph.tokens(op), block_of(graph, op))
-        if op.direction in ("B", "W") and op.kind in graph.later:
-            return Price.of(work for work in price.works if work.weights == (op.direction == "W"))
-        return price
+        """Return the price of an op on a rank with these costs. Gradients of weights may be an op of their own (W).
+
+        One such op of several pieces adds to the sums piece by piece, as the runtime does.
+        """
+        graph, block, weights = self.candidate.graph, block_of(self.candidate.graph, op), op.direction == "W"
+        pieces = graph.left_by(op) if weights else (op,)
+        prices = [rank.price(op.kind, piece.direction == "B", graph.tokens(piece), block) for piece in pieces]
+        if weights or (op.direction == "B" and op.kind in graph.later):
+            return Price.of(work for price in prices for work in price.works if work.weights == weights)
+        return prices[0]
 
 
 class Totals(NamedTuple):

@@ -22,7 +22,7 @@ from foldray.planner.prediction import Step, straggling
 from foldray.planner.search import Planned
 from foldray.planner.space import RECOMPUTE
 from foldray.planner.whole import LongStep, long_step
-from foldray.schedule import LIST, Ordering, Overlap, Sequences, SliceCost
+from foldray.schedule import LIST, Ordering, Overlap, Sequences, SliceCost, WeightGradients
 
 DEGREES = (1, 2)
 AHEADS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)
@@ -49,8 +49,13 @@ class Listed(NamedTuple):
 
 
 def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
-    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits."""
-    lists = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance) for degree in DEGREES]
+    """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
+
+    Of several pieces, gradients of weights are one op if that is faster than an op for each.
+    """
+    ways: list[tuple[int, WeightGradients]] = [(degree, "apart") for degree in DEGREES]
+    ways += [(degree, "whole") for degree in DEGREES if degree > 1]
+    lists = [with_kind(planned.candidate, LIST.name, degree, hardware, imbalance, weights) for degree, weights in ways]
     return min(lists, key=lambda listed: (not listed.fits, listed.seconds))
 
 
@@ -66,13 +71,20 @@ def step_seconds(candidate: Candidate, device: Device, memo: Memo | None = None,
     return simulated * (1 + straggling(candidate.fold.world_size, device))
 
 
-def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, imbalance: float = 1.0) -> Listed:
-    """Return the same candidate with another kind of schedule, and gradients of weights apart. Every op is simulated.
+def with_kind(
+    candidate: Candidate,
+    kind: str,
+    degree: int,
+    hardware: Hardware,
+    imbalance: float = 1.0,
+    weights: WeightGradients = "apart",
+) -> Listed:
+    """Return the same candidate with another kind of schedule, and ops for gradients of weights. Every op is simulated.
 
     A found list may keep as much as there is memory for (`AHEADS`). More is recomputed if even the least is too much.
     """
     device = Device.of(candidate.job, hardware)
-    for listed in _leaner_and_leaner(candidate, kind, degree):
+    for listed in _leaner_and_leaner(candidate, kind, degree, weights):
         held = ledger(listed, OpWork(listed, device).rank, imbalance).total / GIB
         if fits := held <= hardware.memory_gib:
             break
@@ -82,12 +94,12 @@ def with_kind(candidate: Candidate, kind: str, degree: int, hardware: Hardware, 
     return Listed(listed, whole, step.part_seconds / bound, held, fits)
 
 
-def _leaner_and_leaner(candidate: Candidate, kind: str, degree: int) -> Iterator[Candidate]:
+def _leaner_and_leaner(candidate: Candidate, kind: str, degree: int, weights: WeightGradients) -> Iterator[Candidate]:
     """Yield the candidate with another kind of schedule, first with the most memory."""
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of(job.model)
     cut = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp)).cut_for(kind, degree)
-    ordering = Ordering(Overlap(kind), Overlap(kind), cut, reduction=old.reduction, weights_apart=True)
+    ordering = Ordering(Overlap(kind), Overlap(kind), cut, reduction=old.reduction, weight_gradients=weights)
     for again in (old.recompute, *(each for each in RECOMPUTE if set(each) > set(old.recompute))):
         for ahead in AHEADS if ordering.forward.row.found else AHEADS[:1]:
             yield replace(candidate, ordering=ordering._replace(recompute=again, ahead=ahead))

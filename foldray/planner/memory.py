@@ -17,7 +17,8 @@ from typing import NamedTuple
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.finding import blocks_left
 from foldray.fold import Fold
-from foldray.kinds import ATTENTION, EXPERT, FFN, ROUTE
+from foldray.kinds import ATTENTION, EXPERT, FFN, HEAD, ROUTE
+from foldray.planner.bounds import ends_of
 from foldray.planner.candidate import Candidate, Pieces
 from foldray.planner.costs import RankCosts, shared_by_fold, shared_by_ops
 from foldray.planner.device import FLOAT32, INT64
@@ -67,7 +68,9 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
     memory = peak_memory(rank, candidate.layout, candidate.pipeline, candidate.pieces, imbalance, keeping)
     if not candidate.graph.later:
         return memory
-    return memory._replace(buffers=memory.buffers + max(operands(rank, block, imbalance) for block in rank.job.blocks))
+    # The W of all pieces waits for the last one. Blocks that do not drain have begun the block before by then.
+    blocks = ordering.batch_degree * (1 if row.drains else 2) if ordering.weight_gradients == "whole" and not row.found else 1
+    return memory._replace(buffers=memory.buffers + blocks * max(operands(rank, block, imbalance) for block in rank.job.blocks))
 
 
 class Keeping(NamedTuple):
@@ -114,7 +117,7 @@ def _position(
     imbalance: float,
     keeping: Keeping,
 ) -> Memory:
-    content, sliced = layout.positions.content(place), pieces.slicing.degree > 1
+    content, sliced = layout.positions.content(place), pieces.slicing.cuts_attention
     flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
     size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
     if keeping.ahead is not None:
@@ -129,8 +132,8 @@ def _position(
     kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
     if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
-    logits = head_logits(rank, max(pieces.slicing.moe)) if content.head else 0.0
     slicing = pieces.slicing
+    logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
     running = [max(networks(rank, block, slicing, imbalance), passing_keys(rank, block, slicing)) for block in size]
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits

@@ -116,7 +116,7 @@ def _best_order(placed: Placed, space: Space) -> Placed:
     """Return the same placement with the fastest schedule that fits, of AF-Pipe, AF-Pipe with gradients of weights apart, and a
     found list that keeps as much as there is memory for."""
     candidate, room = placed.candidate, space.hardware.memory_gib * GIB
-    pipe, overlap = candidate.ordering._replace(weights_apart=True), Overlap(LIST.name)
+    pipe, overlap = candidate.ordering._replace(weight_gradients="apart"), Overlap(LIST.name)
     lists = [pipe._replace(forward=overlap, backward=overlap, ahead=ahead, alive=None) for ahead in AHEADS]
     best = [placed]
     for orderings in ([pipe], lists):

@@ -25,6 +25,7 @@ def document(planned: Sequence[Planned], lists: Sequence[Listed] = ()) -> dict[s
         candidate["with_list"] = {
             "degree": ordering.degree, "ahead": ordering.ahead, "step_time_s": listed.seconds, "over_bound": listed.over_bound,
             "memory_gib": listed.memory_gib, "fits": listed.fits, "recompute": list(ordering.recompute),
+            "weight_gradients": ordering.weight_gradients,
         }  # fmt: skip
     return {"candidates": candidates}
 
@@ -37,6 +38,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
         "schedule": {
             "kind": ordering.forward.kind,
             "degree": ordering.degree,
+            "attention_degree": ordering.fewer_slices,
             "slicing": "time_uniform" if ordering.slicing else None,
             "lag": ordering.forward.lag if ordering.forward.row.has_lag else None,
             "backward_lag": ordering.backward.lag if ordering.backward.row.has_lag else None,
@@ -91,6 +93,7 @@ def _with_lists(planned: Sequence[Planned], lists: Sequence[Listed]) -> list[str
     for number, (plan, listed) in enumerate(zip(planned, lists, strict=False), 1):
         ordering = listed.candidate.ordering
         line = f"{number:>3} d={ordering.degree} ahead={ordering.ahead:g} b={listed.candidate.micro_batch}"
+        line += " whole weights" if ordering.weight_gradients == "whole" else ""
         line += f"{listed.seconds:>9.2f} s, "
         line += f"{plan.prediction.seconds / listed.seconds:.2f} × as fast, {listed.over_bound:.2f} × the least possible time, "
         more = set(ordering.recompute) - set(plan.candidate.ordering.recompute)
@@ -103,6 +106,7 @@ def schedule(planned: Planned) -> str:
     """Return a candidate's schedule in a few words."""
     candidate, ordering = planned.candidate, planned.candidate.ordering
     text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
+    text += f"/{slices}" if (slices := ordering.fewer_slices) else ""
     text += f" R={ordering.batch_degree}" if ordering.batch_degree > 1 else ""
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
     text += f" stages {_runs(candidate.stage_layers)}" if candidate.stage_layers else ""
@@ -219,7 +223,7 @@ def placement(placed: Placed) -> dict[str, Any]:
             "recompute": list(ordering.recompute),
             "alive": ordering.alive,
             "kind": ordering.forward.kind,
-            "weight_gradients": "apart" if ordering.weights_apart else "together",
+            "weight_gradients": ordering.weight_gradients,
             "ahead": ordering.ahead if ordering.forward.row.found else None,
         },
         "training": {"micro_batch": placed.candidate.micro_batch, "global_batch": placed.candidate.job.global_batch},
@@ -279,7 +283,11 @@ def order(placed: Placed) -> str:
     """Return a placement's schedule in short: its kind, micro-batch, stages, micro-batches alive, and what runs again."""
     candidate, ordering = placed.candidate, placed.candidate.ordering
     is_list, again = ordering.forward.row.found, ordering.recompute
-    text = f"list ahead={ordering.ahead:g}" if is_list else ordering.forward.kind + ("-apart" if ordering.weights_apart else "")
+    text = (
+        f"list ahead={ordering.ahead:g}"
+        if is_list
+        else ordering.forward.kind + ("-apart" if ordering.weight_gradients == "apart" else "")
+    )
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
     text += f" alive={ordering.alive}" if ordering.alive else ""
     return text + (f" again {'+'.join(again)}" if again else "")

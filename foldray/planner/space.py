@@ -33,7 +33,7 @@ class Space:
         pins: axis → size, for axes with a fixed size.
         zero: stage of ZeRO: 1 or 3.
         micro_batches: sizes of micro-batches to try, in sequences.
-        degrees: numbers of pieces of a sequence to try.
+        degrees: numbers of pieces of a sequence to try; for attention, every smaller one beside it.
         batch_degrees: numbers of parts of a micro-batch to try.
         recompute: sets of kinds of ops to recompute.
         kinds: overlap kinds to try.
@@ -88,8 +88,11 @@ class Space:
             return
         sequences = Sequences(self.job.seq_len, SliceCost.of(self.job.model), smallest)
         for kind, degree in itertools.product(self._kinds(batch_degree), self._degrees(batch_degree)):
-            if sequences.length // sequences.multiple_of >= degree:
-                yield Ordering(Overlap(kind, 1), Overlap(kind, 1), sequences.cut_for(kind, degree), batch_degree=batch_degree)
+            if sequences.length // sequences.multiple_of < degree:
+                continue
+            fewer = [count for count in self.degrees if count < degree] if overlap_kind(kind).cuts_attention else []
+            for cut in (sequences.cut_for(kind, degree, attention_degree=count) for count in (None, *fewer)):
+                yield Ordering(Overlap(kind, 1), Overlap(kind, 1), cut, batch_degree=batch_degree)
 
     def _kinds(self, batch_degree: int) -> Iterable[str]:
         """Return the kinds that cut; of kinds with the same order, the one that is meant for this number of parts."""

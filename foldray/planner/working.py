@@ -29,7 +29,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     rows = max(slicing.moe) * rank.sequences * (travelling.room + imbalance * travelling.fullest)
     total = 2 * rows * row * (fold.ep > 1)
     total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
-    if slicing.degree > 1:
+    if slicing.cuts_attention:
         attention = rank.job.blocks[0].attention
         total += FLOAT32 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
     if rank.zero == 3:
@@ -54,7 +54,7 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
     tokens, fold, row = max(slicing.moe) * rank.sequences, rank.fold, rank.model.hidden * rank.device.bytes
     need = 0.0
     if block.dense:
-        wide = tokens * fold.tp
+        wide = max(slicing.attention) * rank.sequences * fold.tp
         need = 2 * wide * row + _backward(rank, FFN, block, wide / fold.tp, block.dense)
     if block.moe and rank.travelling.beside:
         fullest = imbalance * rank.travelling.fullest
@@ -81,7 +81,7 @@ def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing) -> float:
 
     A ring holds the keys and values of two other ranks (`model/context.py`), and an all-gather those of all ranks.
     """
-    if rank.fold.cp == 1 or slicing.degree > 1:
+    if rank.fold.cp == 1 or slicing.cuts_attention:
         return 0.0
     numbers = slicing.length * rank.sequences * (block.attention.keys + block.attention.values)
     return numbers * (2 if rank.job.context == "ring" else rank.fold.cp) * (rank.device.bytes + FLOAT32)

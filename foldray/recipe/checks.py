@@ -110,7 +110,7 @@ def _check_schedule(recipe: Description) -> None:
     pipeline = PipelineGraph(recipe.fold.pp, recipe.accumulation, recipe.schedule.virtual_stages)
     if recipe.placement is None:
         check_pipeline(pipeline)
-    schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
+    schedule = recipe.schedule
     for key in ("degree", "batch_degree"):
         if not overlap_kind(schedule.kind).cuts and (value := getattr(schedule, key)) > 1:
             raise UserError(f"schedule.{key}", value, f"kind={schedule.kind} cuts nothing; choose a kind that overlaps", [1])
@@ -135,11 +135,18 @@ def _check_schedule(recipe: Description) -> None:
         raise UserError("schedule.sp_bytes", "auto", "needs reduction=chunks", ["null", "a number of bytes"])
     if schedule.degrees is not None:
         _check_degrees(recipe)
-    slicing = recipe.slicing
+    _check_pieces(recipe)
+
+
+def _check_pieces(recipe: Description) -> None:
+    schedule, router, ranks = recipe.schedule, recipe.model.router, recipe.fold.cp * recipe.fold.tp
+    slicing, fewer, uncut = recipe.slicing, schedule.attention_degree or 1, "has no meaning with degree=1, which cuts nothing"
+    if fewer > 1 and (slicing is None or not overlap_kind(schedule.kind).cuts_attention):
+        rule = f"kind={schedule.kind} does not cut attention" if slicing else uncut
+        raise UserError("schedule.attention_degree", fewer, rule, ["null", 1])
     if slicing is None:
         if schedule.slices is not None:
-            rule = "has no meaning with degree=1, which cuts nothing"
-            raise UserError("schedule.slices", list(schedule.slices), rule, ["null"])
+            raise UserError("schedule.slices", list(schedule.slices), uncut, ["null"])
         if schedule.backward is not None and schedule.batch_degree == 1:
             rule = "has no meaning with degree=1 and batch_degree=1, which cut nothing"
             raise UserError("schedule.backward", schedule.backward, rule, ["null"])
@@ -152,6 +159,8 @@ def _check_schedule(recipe: Description) -> None:
             raise UserError("schedule.degree", schedule.degree, rule, [1])
         if ranks > 1 and slicing.attention != slicing.moe:
             rule = "dropping the latest tokens of whole sequences needs equal slices where ranks share a sequence (tp, cp)"
+            if slices := recipe.ordering.fewer_slices:
+                raise UserError("schedule.attention_degree", slices, f"{rule}, as many as pieces", ["null"])
             raise UserError("schedule.slicing", schedule.slicing, rule, ["token_uniform"])
 
 
@@ -168,7 +177,8 @@ def _check_degrees(recipe: Description) -> None:
 
 
 def _check_slices(recipe: Description, slicing: Slicing) -> None:
-    slices, length, degree = list(recipe.schedule.slices or ()), recipe.data.seq_len, recipe.schedule.degree
+    slices, length = list(recipe.schedule.slices or ()), recipe.data.seq_len
+    degree = recipe.schedule.attention_degree or recipe.schedule.degree
     unit, legal = recipe.slice_unit, ["null", list(recipe.cut("time_uniform", degree).attention)]
     if not overlap_kind(kind := recipe.schedule.kind).cuts_attention:
         raise UserError("schedule.slices", slices, f"kind={kind} does not cut attention", ["null"])
@@ -282,10 +292,12 @@ def slow_on_gpu(recipe: Description) -> str | None:
     """
     schedule, cp = recipe.schedule, recipe.fold.cp
     degree = max((schedule.degree, *(schedule.degrees or ()))) if overlap_kind(schedule.kind).cuts_attention else 1
+    degree = min(degree, schedule.attention_degree or degree)
     masks = ["data.mask_documents"] * recipe.data.mask_documents + ["model.windows"] * (set(recipe.model.windows) != {FULL.name})
     if not recipe.cluster.gpu or not masks or degree == cp == 1:
         return None
-    cut = f"schedule.degree={degree} with kind={schedule.kind}" if degree > 1 else f"fold.cp={cp}"
+    key = "attention_degree" if schedule.attention_degree else "degree"
+    cut = f"schedule.{key}={degree} with kind={schedule.kind}" if degree > 1 else f"fold.cp={cp}"
     rule = f"cuts attention into pieces, and with {masks[0]} their masks have no fused kernel on a GPU, so attention is slow"
     return f"{cut}: {rule}; degree: 1 and cp: 1, or kind: moe_only, leave sequences whole"
 

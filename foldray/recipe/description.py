@@ -97,9 +97,9 @@ class Description(Strict):
         """How a sequence is cut; None for a sequence that is not cut."""
         return self.ordering.slicing
 
-    def cut(self, kind: str, degree: int) -> Slicing:
+    def cut(self, kind: str, degree: int, attention_degree: int | None = None) -> Slicing:
         """Cut this recipe's sequences into slices of another kind (`slice_sequence`)."""
-        return self._sequences.cut(kind, degree)
+        return self._sequences.cut(kind, degree, attention_degree)
 
     @property
     def _sequences(self) -> Sequences:
@@ -123,11 +123,11 @@ class Description(Strict):
         return Ordering(
             Overlap(schedule.kind, _number(schedule.lag)),
             Overlap(schedule.backward or schedule.kind, _number(schedule.backward_lag)),
-            self._sequences.cut_for(schedule.kind, schedule.degree, schedule.slicing, schedule.slices),
+            self._sequences.cut_for(schedule.kind, schedule.degree, schedule.slicing, schedule.slices, schedule.attention_degree),
             schedule.recompute,
             schedule.batch_degree,
             Reduction(schedule.reduction, _number(schedule.sp_bytes)),
-            schedule.weight_gradients == "apart",
+            schedule.weight_gradients,
             1 if schedule.ahead is None else schedule.ahead,
             schedule.alive,
         )
@@ -139,14 +139,15 @@ class Description(Strict):
         return -(-self.training.global_batch // (self.placed_fold.dp * self.training.micro_batch))
 
     def at_degree(self, degree: int) -> Self:
-        """Return the same recipe with this degree, and no other degree to try.
+        """Return the same recipe with this degree, at most as many slices of attention, and no other degree to try.
 
         Raises:
             UserError: the recipe is illegal with this degree.
         """
         given = self.model_dump()
         slices = self.schedule.slices if degree == self.schedule.degree else None
-        given["schedule"] |= {"degree": degree, "degrees": None, "slices": slices}
+        fewer = self.schedule.attention_degree and min(self.schedule.attention_degree, degree)
+        given["schedule"] |= {"degree": degree, "degrees": None, "slices": slices, "attention_degree": fewer}
         return self.parse(given)
 
 

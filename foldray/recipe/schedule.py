@@ -10,7 +10,7 @@ from foldray.blueprint import Strict
 from foldray.blueprint.sections import MOST_LAYERS, Layers
 from foldray.errors import UserError
 from foldray.recipe.bounds import MOST_BYTES, MOST_PIECES, Cost, Degree, Operations, OverlapName, SequenceCount, Size, Sizes
-from foldray.schedule import SEQUENTIAL, overlap_kind
+from foldray.schedule import SEQUENTIAL, WeightGradients, overlap_kind
 from foldray.tables import among
 
 Lag = Degree | Literal["auto"]
@@ -30,14 +30,17 @@ class ScheduleSpec(Strict):
     """Pieces that a sequence is cut into. More pieces hide more communication, but smaller pieces
     compute less efficiently. 1 does not cut."""
     degrees: Sizes | None = None
-    """Degrees that training tries in its first steps; it keeps the fastest one. Null keeps
-    `degree`."""
+    """Degrees that training tries in its first steps; it keeps the fastest one. A degree below
+    `attention_degree` has as many slices as pieces. Null keeps `degree`."""
     slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = "time_uniform"
     """How attention is cut. `time_uniform` makes the slowest slice as fast as possible,
     `token_uniform` makes slices of equal length, `algorithm1` is FoldMoE's listing."""
+    attention_degree: Degree | None = None
+    """Slices that attention is cut into, at most `degree`. Each slice costs time of its own, so fewer
+    of them can be faster where short MoE pieces hide more. Null is the same as `degree`."""
     slices: Annotated[tuple[Size, ...], Field(max_length=MOST_PIECES)] | None = None
-    """Lengths of attention's slices, in tokens; they sum to `data.seq_len`. Null lets `slicing`
-    choose the lengths."""
+    """Lengths of attention's slices, in tokens; they sum to `data.seq_len`. There are
+    `attention_degree` of them. Null lets `slicing` choose the lengths."""
     slice_cost: tuple[Cost, Cost] | None = None
     """Time of a slice of attention, as two coefficients that `foldray bench` measures. `slicing`
     balances slices by it. Null counts floating-point operations."""
@@ -54,11 +57,12 @@ class ScheduleSpec(Strict):
     batch_degree: SequenceCount = 1
     """Parts that a micro-batch is cut into along the batch; their pieces overlap too. It must
     divide `training.micro_batch`. `kind: flow` sets it to 2."""
-    weight_gradients: Literal["together", "apart"] = "together"
+    weight_gradients: WeightGradients = "together"
     """When backward computes the gradients of weights. `together` computes them with those of
     activations. `apart` computes them while the next rows or activations travel, and keeps what
-    they need until then. The gradients have the same bits. `kind: list` and `kind: af_pipe` set it
-    to `apart`."""
+    they need until then. `whole` computes those of all pieces of a block at once, and keeps what
+    they need until the last piece has gone backward. The gradients have the same bits. `kind: list`
+    and `kind: af_pipe` set it to `apart`."""
     ahead: Annotated[float, Field(ge=0, le=MOST_PIECES)] | None = None
     """How much more a worker may keep than in the pipeline's own order, in micro-batches: 0.5 is
     half of the activations of one. More memory hides more communication. Only `kind: list` has this

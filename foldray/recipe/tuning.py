@@ -61,6 +61,9 @@ class SpaceSpec(Strict):
         description=f"Pieces that a sequence is cut into. 1 does not cut. Null is {', '.join(map(str, DEGREES))} and the "
         "recipe's number.",
     )
+    attention_degree: Sizes | None = None
+    """Most slices of attention (`schedule.attention_degree`); there are never more than pieces. Null is
+    the recipe's own."""
     slicing: Annotated[tuple[Literal["token_uniform", "algorithm1", "time_uniform"], ...], Few] | None = None
     """Ways to cut attention into slices. Null is the recipe's own."""
     batch_degree: Sizes | None = None
@@ -79,7 +82,8 @@ class SpaceSpec(Strict):
     def settings_of_a_fold(self) -> int:
         """The number of combinations of the given lists for one choice of parallel sizes, without lists that are null."""
         lists = (self.virtual_stages, self.micro_batch, self.kind, self.degree, self.slicing, self.batch_degree, self.recompute)
-        return math.prod(len(values) for values in (*lists, self.sp_bytes, self.dispatch) if values is not None)
+        more = self.sp_bytes, self.dispatch, self.attention_degree
+        return math.prod(len(values) for values in (*lists, *more) if values is not None)
 
 
 class TuneSpec(Strict):

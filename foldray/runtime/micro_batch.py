@@ -20,7 +20,7 @@ from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
 from foldray.model import Batch, KVCache, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
-from foldray.runtime.op_graphs import Computed, OpGraphs, TokenBuffer
+from foldray.runtime.op_graphs import Computed, ComputesByHand, OpGraphs, TokenBuffer
 from foldray.runtime.weights import Weights
 from foldray.schedule import Op
 
@@ -182,7 +182,8 @@ class MicroBatch:
     def expert_forward(self, op: Op) -> None:
         layer, received = self._layer(op), self._received[_part(op)]
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
-        (y_NH,), _ = self.graphs.compute(op, lambda *rows: Computed([layer.run_experts(rows, received)]), *rows)
+        by_hand, plain = layer.experts_by_hand(received), lambda *rows: Computed([layer.run_experts(rows, received)])
+        (y_NH,), _ = self.graphs.compute(op, ComputesByHand(by_hand) if by_hand else plain, *rows)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
 
     def combine_forward(self, op: Op) -> None:
@@ -193,10 +194,9 @@ class MicroBatch:
         sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
         # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router. If the weights have
         # travelled with the rows, the layer does not need them here, and this gradient is zero.
-        (y_TH,), _ = self.graphs.compute(
-            op, lambda y_NH, weight_TK: Computed([layer.combine_postprocess(y_NH, sent, weight_TK)]),
-            self._arrived(op, COMBINE), weight_TK,
-        )  # fmt: skip
+        by_hand, plain = layer.sums_by_hand(sent), lambda *given: Computed([layer.combine_postprocess(given[0], sent, given[1])])
+        compute = ComputesByHand(by_hand) if by_hand else plain
+        (y_TH,), _ = self.graphs.compute(op, compute, self._arrived(op, COMBINE), weight_TK)
         self._pass_on(op, residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if not self.training:
             del self._sent[part], self._received[part]

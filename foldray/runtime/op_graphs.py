@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.comm import Pending
-from foldray.kernels.autograd import Task
+from foldray.kernels.autograd import ByHand, Task
 from foldray.kinds import ATTENTION, PROJECT
 from foldray.model import Transformer
 from foldray.schedule import Op, StepGraph
@@ -76,7 +76,16 @@ class Computed(NamedTuple):
     aside: Any = None
 
 
-Compute = Callable[..., Computed]
+class ComputesByHand(NamedTuple):
+    """Computes the one result of an op without autograd."""
+
+    run: Callable[..., ByHand]
+
+    def __call__(self, *inputs: torch.Tensor) -> Computed:
+        return Computed([self.run(*inputs).result])
+
+
+Compute = Callable[..., Computed] | ComputesByHand
 
 
 class _Input(NamedTuple):
@@ -131,8 +140,27 @@ class OpGraph(NamedTuple):
         return input_gradients, results[count:]
 
 
-def build(compute: Compute, inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()) -> tuple[Computed, OpGraph]:
+class HandGraph(NamedTuple):
+    """The backward of an op that was computed without autograd. It differentiates as `OpGraph` does."""
+
+    backward: Callable[[torch.Tensor], tuple[list[torch.Tensor], dict[nn.Parameter, torch.Tensor]]]
+
+    def differentiate(
+        self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+        with torch.no_grad():
+            input_gradients, parts = self.backward(*gradients)
+        return input_gradients, [parts.get(parameter) for parameter in parameters]
+
+
+def build(
+    compute: Compute, inputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor] = ()
+) -> tuple[Computed, OpGraph | HandGraph]:
     """Return the detached results of `compute(*inputs, *beside)`, and the graph that goes back to the inputs."""
+    if isinstance(compute, ComputesByHand):
+        with torch.no_grad():
+            result, backward = compute.run(*inputs)
+        return Computed([result]), HandGraph(backward)
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
         sources = [_Source.apply(anchor, x.detach()) if x.is_floating_point() else x for x in inputs]
@@ -156,7 +184,7 @@ class _Inputs(NamedTuple):
 class _Built(NamedTuple):
     """The graph of an op, and the gradients of weights that its backward leaves for later."""
 
-    graph: OpGraph
+    graph: OpGraph | HandGraph
     left: list[Task]
 
 
@@ -236,7 +264,9 @@ class OpGraphs:
             if part is not None:
                 self.sum_of(parameter).add_(part)
         if ops := self.graph.weights(op):
-            self._later.update((later_op, left) for later_op in ops)
+            for later_op in ops:
+                self._later.setdefault(later_op, []).extend(left)
+            left.clear()  # nodes of the graph may hold this list
         else:
             self._add_all(left)
         return input_gradients

@@ -9,7 +9,7 @@ from foldray.schedule.graph import Channel, Graph, PipelineGraph
 from foldray.schedule.handovers import place_handovers, with_handovers
 from foldray.schedule.lists import ordered_schedule, position_list, stage_order, step_schedule
 from foldray.schedule.op import Direction, Op, Schedule, handover, stage
-from foldray.schedule.ordering import FoundList, Ordering, Sequences, named_ordering
+from foldray.schedule.ordering import FoundList, Ordering, Sequences, WeightGradients, named_ordering
 from foldray.schedule.overlaps import (
     AF_PIPE,
     KINDS,

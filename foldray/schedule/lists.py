@@ -112,14 +112,17 @@ def completed(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...
 
     - A piece of a head goes backward right after its forward, so that the logits of one piece exist at a time.
     - Gradients of weights that a backward leaves (W) are computed while the next op travels, and before the end of the pass.
-      Those of a head need the gradients of its logits, so they come before its next piece.
+      Those of a head need the gradients of its logits, so they come before its next piece. Those of several pieces (`whole`)
+      wait for the last of these.
     """
-    placed, left = list[Op](), list[Op]()
+    placed, left, missing = list[Op](), list[Op](), dict[Op, int]()
 
     def place(op: Op) -> None:
         placed.append(op)
         if op.direction == "B":
-            left.extend(graph.weights(op))
+            for weights in graph.weights(op):
+                missing[weights] = missing.get(weights, len(graph.left_by(weights))) - 1
+                left.extend([weights] if not missing[weights] else [])
 
     def place_left(*, heads: bool = True) -> None:
         placed.extend(op for op in left if heads or op.kind != HEAD)

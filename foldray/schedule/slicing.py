@@ -24,7 +24,8 @@ class Slicing(NamedTuple):
     """Lengths of the pieces of a sequence, in tokens. Both tuples sum to the length of the sequence.
 
     Args:
-        attention: lengths of the slices, for attention and everything else outside the MoE layers.
+        attention: lengths of the slices, for attention and everything else outside the MoE layers. There may be fewer of them
+            than MoE micro-batches.
         moe: lengths of the MoE micro-batches.
     """
 
@@ -39,6 +40,10 @@ class Slicing(NamedTuple):
     def degree(self) -> int:
         """Number of MoE micro-batches: FoldMoE's d."""
         return len(self.moe)
+
+    @property
+    def cuts_attention(self) -> bool:
+        return len(self.attention) > 1
 
     def shared(self, ranks: int) -> Slicing:
         """Return the lengths on one rank if `ranks` ranks share the sequence evenly."""
@@ -114,13 +119,17 @@ class SliceCost(NamedTuple):
         return [self.before(end) - self.before(end - length) for end, length in zip(ends, lengths, strict=True)]
 
 
-def slice_sequence(kind: str, length: int, degree: int, cost: SliceCost, multiple_of: int = 1) -> Slicing:
-    """Cut a sequence into `degree` slices of attention and as many equal micro-batches.
+def slice_sequence(
+    kind: str, length: int, degree: int, cost: SliceCost, multiple_of: int = 1, attention_degree: int | None = None
+) -> Slicing:
+    """Cut a sequence into slices of attention, and into `degree` equal micro-batches.
 
     Args:
         kind: how attention is cut, one of `SLICINGS`.
         cost: cost of a slice, for `algorithm1` and `time_uniform`.
         multiple_of: every length is a multiple of this number of tokens, so that ranks can share each slice.
+        attention_degree: number of slices, at most `degree`. They are those of a sequence with this degree, so the token buffer
+            never runs empty. None is `degree`.
     """
     if kind not in SLICINGS:
         raise UserError("schedule.slicing", kind, "is no kind of slicing", SLICINGS)
@@ -138,11 +147,15 @@ def slice_sequence(kind: str, length: int, degree: int, cost: SliceCost, multipl
     if degree > units:
         rule = f"a sequence of {length} tokens has at most {units} slices" + f" of {multiple_of}" * (multiple_of > 1)
         raise UserError("schedule.degree", degree, rule, [f"1…{units}"])
-    even = tuple(multiple_of * n for n in token_uniform(units, degree))
-    if kind == "token_uniform":
-        return Slicing(even, even)
+    slices = attention_degree or degree
+    if slices > degree:
+        rule = f"must be at most degree={degree}: more slices than pieces hide nothing more"
+        raise UserError("schedule.attention_degree", slices, rule, [f"1…{degree}"])
+    even, groups = (tuple(multiple_of * n for n in token_uniform(units, count)) for count in (degree, slices))
+    if kind == "token_uniform" or slices == 1:
+        return Slicing(groups, even)
     make = algorithm1 if kind == "algorithm1" else time_uniform
-    return Slicing(make(even, cost, multiple_of), even)
+    return Slicing(make(groups, cost, multiple_of), even)
 
 
 def token_uniform(length: int, degree: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class StepGraph(StepOps):
             makers = ((kind, layer, ways.get(kind, "B")) for kind, layer in self.makers(op))
             return tuple(piece for kind, layer, way in makers for m in passes for piece in self.pieces(kind, layer, m, way))
         if op.direction == "W":
-            return (op._replace(direction="B"), *self._added_before(op))
+            return (*self.left_by(op), *self._added_before(op))
         if op.direction == "R":
             return self._before_again(op)
         if op.direction == "F":
@@ -131,7 +131,7 @@ class StepGraph(StepOps):
         have the same bits as without ops of their own."""
         if op.kind == HEAD:
             return self._head_before(op)
-        if following := self._next_part(op):
+        if not self.whole and (following := self._next_part(op)):
             return following
         # Backward reaches the last part of a micro-batch first.
         group, place = divmod(op.micro_batch, self.together)

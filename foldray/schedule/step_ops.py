@@ -47,7 +47,7 @@ _CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
 
 def gathers(slicing: Slicing, cp: int) -> bool:
     """Return `StepGraph.gathers`: whether context-parallel ranks share slices. Whole sequences go around a ring instead."""
-    return cp > 1 and len(slicing.attention) > 1
+    return cp > 1 and slicing.cuts_attention
 
 
 def leaves_weights(model: ModelSpec) -> tuple[str, ...]:
@@ -77,6 +77,8 @@ class StepOps:
         ragged: whether ranks exchange row counts before rows. Otherwise experts have room for a fixed number of rows.
         recompute: kinds of ops whose forward runs again, as a separate op (R), before their backward.
         later: kinds of ops whose backward leaves the gradients of weights to an op of their own (W).
+        whole: whether the gradients of all pieces of a block and micro-batch are one op, the W of the first piece, which goes
+            backward last. Those of a head stay apart: the logits of one piece exist at a time.
         backward: False for evaluation.
         batch_degree: number of parts that go through a stage together (FlowMoE's R); `micro_batches` is a multiple of it.
         chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
@@ -98,6 +100,7 @@ class StepOps:
     gathers: bool = False
     later: tuple[str, ...] = ()
     tied: bool = False
+    whole: bool = False
 
     @cached_property
     def positions(self) -> int:
@@ -192,7 +195,7 @@ class StepOps:
                         yield from self.handovers("B", op.layer + 1, m) if op.part == 0 else ()
                     elif op.kind != COUNTS:
                         yield op._replace(direction="B")
-                        yield from self.weights(op)
+                        yield from (left for left in self.weights(op) if left.part == op.part)
         for position in range(len(self.chunks)):
             yield from self.reductions(position)
 
@@ -233,11 +236,14 @@ class StepOps:
 
     def pieces(self, kind: str, layer: int, m: int = 0, direction: Direction = "F") -> Iterator[Op]:
         """Return all ops of a kind at a block, for micro-batch `m`."""
-        return (Op(kind, direction, layer, part, m) for part in range(len(self._cuts(kind, layer)) - 1))
+        count = 1 if direction == "W" and self._joins(kind) else len(self._cuts(kind, layer)) - 1
+        return (Op(kind, direction, layer, part, m) for part in range(count))
 
     def tokens(self, op: Op) -> range:
         """Return the tokens that an op works on, as positions in the rank's share of a sequence."""
         cuts = self._handover_cuts(op.direction, op.layer) if op.kind == HANDOVER else self._cuts(op.kind, op.layer)
+        if op.direction == "W" and self._joins(op.kind):
+            return range(cuts[-1])
         return range(cuts[op.part], cuts[op.part + 1])
 
     def handovers(self, direction: Direction, stage: int, m: int) -> Iterator[Op]:
@@ -260,7 +266,18 @@ class StepOps:
 
     def weights(self, op: Op) -> tuple[Op, ...]:
         """Return the op with the gradients of weights that the backward of an op leaves, if it leaves them."""
-        return (op._replace(direction="W"),) if op.kind in self.later else ()
+        if op.kind not in self.later:
+            return ()
+        return (op._replace(direction="W", part=0 if self._joins(op.kind) else op.part),)
+
+    def left_by(self, op: Op) -> tuple[Op, ...]:
+        """Return the backwards that leave their gradients of weights to an op (W)."""
+        if self._joins(op.kind):
+            return tuple(self.pieces(op.kind, op.layer, op.micro_batch, "B"))
+        return (op._replace(direction="B"),)
+
+    def _joins(self, kind: str) -> bool:
+        return self.whole and kind != HEAD
 
     def output(self, layer: int) -> str:
         """Return the kind of op that produces a block's output."""

@@ -252,7 +252,11 @@ def slice_timings(graph: StepGraph, spans: Mapping[Op, Span], ranks: int) -> lis
     for op in spans:
         if op.kind == ATTENTION and op.direction == "F":
             tokens = graph.tokens(op)
-            parts = (op._replace(kind=kind, direction=way) for kind in {ATTENTION, graph.entry} for way in ("F", "B", "W"))
-            durations = [spans[part] for part in parts if part in spans]
-            timings[len(tokens) * ranks, tokens.stop * ranks].append(sum(span.end - span.start for span in durations))
+            kinds = [op._replace(kind=kind) for kind in {ATTENTION, graph.entry}]
+            parts = [part._replace(direction=way) for part in kinds for way in ("F", "B")]
+            parts += [left for part in kinds for left in graph.weights(part)]  # perhaps of all slices
+            shares = [(spans[part], len(tokens) / len(graph.tokens(part))) for part in parts if part in spans]
+            timings[len(tokens) * ranks, tokens.stop * ranks].append(
+                sum(share * (span.end - span.start) for span, share in shares)
+            )
     return [(tokens, context, median(took)) for (tokens, context), took in timings.items()]

@@ -196,13 +196,14 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
     if kind != "sequential":
         schedule["degree"] = chance.choice([1, 2, 4])
         schedule["slicing"] = chance.choice(["token_uniform", "time_uniform"])
+        schedule["attention_degree"] = chance.choice([None, None, 1, 2])
         if kind == "stream":
             schedule |= {"lag": chance.choice([1, 2, "auto"]), "backward_lag": chance.choice([1, 3, "auto"])}
         if chance.random() < 0.2:
             schedule["batch_degree"] = 2
     if kind == "list":
         schedule["ahead"] = chance.choice([None, 0, 2])
-    schedule["weight_gradients"] = chance.choice(["together", "apart"])
+    schedule["weight_gradients"] = chance.choice(["together", "apart", "whole"])
     schedule["reduction"] = chance.choice(["end", "buckets", "chunks"])
     if schedule["reduction"] != "end":
         schedule["sp_bytes"] = chance.choice([512, 3000, 100_000])

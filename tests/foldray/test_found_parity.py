@@ -67,6 +67,10 @@ CASES = {
     "PP4": Case(4, {"pp": 4}, 1),
     "PP2 CP2 ETP2": Case(4, {"pp": 2, "cp": 2, "etp": 2}, 1, {"degree": 2}),
     "run again": Case(2, {"ep": 2}, 1, AGAIN),
+    "weights of all pieces": Case(2, {"ep": 2}, 1, {"weight_gradients": "whole", "degree": 4, "attention_degree": 2}),
+    "PP2 CP2, weights of all pieces, run again, chunks": Case(
+        4, {"pp": 2, "cp": 2, "ep": 2}, 1, {"weight_gradients": "whole", "degree": 2, **CHUNKS, **AGAIN}
+    ),
     "weights together": Case(2, {"ep": 2}, 1, {"weight_gradients": "together", "degree": 2}),
     "every other block, tied": Case(
         2, {"ep": 2}, 1, {}, {"model": {"layers": 4, "moe_every": 2, "tied_embeddings": True, "shared_hidden": 0}}
@@ -137,7 +141,7 @@ def compare(ranks: Any, case: Case, kind: str, finder: Finder = find_at_random) 
 @pytest.mark.parametrize("name", CASES)
 def test_woven_lists(ranks: Any, name: str) -> None:
     case = CASES[name]
-    if case.schedule.get("weight_gradients"):
+    if case.schedule.get("weight_gradients") == "together":
         case = case._replace(schedule={**case.schedule, "weight_gradients": "apart"})
     compare(ranks, case, WEAVE.name)
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from foldray.kinds import HEAD
 from foldray.recipe import Recipe
+from foldray.schedule import WeightGradients
 from tests.foldray.parity import engine_on, go_on, make_recipe
 
 STEPS = 2
@@ -65,11 +67,27 @@ CASES = {
     "ZeRO-1": Case(2, {"ep": 2}, {"engine": {"zero": 1}}),
     "ZeRO-2, chunks": Case(4, {"ep": 2}, {"engine": {"zero": 2}, **schedule(reduction="chunks", sp_bytes=4096)}),
     "run again": Case(2, {"ep": 2}, schedule(recompute=["attention", "ffn", "expert"])),
+    "EP2, parts, fewer slices, further tokens, run again": Case(
+        2, {"ep": 2},
+        {"model": {"mtp_depth": 1, "moe_every": 2, "layers": 3},
+         **passes(1, kind="stream", degree=4, attention_degree=2, batch_degree=2, recompute=["attention", "ffn", "expert"])},
+    ),
+    "PP2 EP2, weave": Case(4, {"pp": 2, "ep": 2}, passes(4, kind="weave", degree=2)),
+    "PP2 CP2 EP2, two blocks in turns": Case(
+        4, {"pp": 2, "cp": 2, "ep": 2}, schedule(kind="aaam", degree=4, recompute=["attention"], virtual_stages=2)
+    ),
+    "dense blocks, tied": Case(
+        2, {"tp": 2, "ep": 2},
+        {"model": {"layers": 4, "moe_every": 2, "tied_embeddings": True}, **schedule(kind="stream", degree=2)},
+    ),
     "float32": Case(2, {"ep": 2}, {"precision": "float32"}),
     "bfloat16, buckets": Case(2, {"ep": 2}, {"precision": "bfloat16", **schedule(reduction="buckets")}),
     "experts apart": Case(4, {"tp": 2, "ep": 2}, {"placement": {"attention": 2, "experts": 2}}),
     "experts apart, two positions": Case(4, {"pp": 2}, {"placement": {"attention": 2, "experts": 2, "expert_pp": 2}}),
     "experts apart, two parts": Case(2, {}, {"placement": {"attention": 1, "experts": 1}, **schedule(batch_degree=2)}),
+    "experts apart, pieces": Case(
+        4, {"pp": 2}, {"placement": {"attention": 2, "experts": 2, "expert_pp": 2}, **schedule(degree=4)}
+    ),
     "DeepSpeed, ZeRO-1": Case(2, {"ep": 2}, {"engine": {"kind": "deepspeed", "zero": 1}, "precision": "float32"}),
     "DeepSpeed, ZeRO-2, chunks": Case(
         4, {"ep": 2},
@@ -78,16 +96,19 @@ CASES = {
 }  # fmt: skip
 
 
-def both(rank: int, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Train with gradients of weights together with those of inputs, then apart. Return both, and the number of ops apart."""
-    found, count = [], 0
-    for apart in (False, True):
+WAYS: tuple[WeightGradients, ...] = ("together", "apart", "whole")
+
+
+def every_way(rank: int, recipe: Recipe) -> list[tuple[dict[str, Any], int]]:
+    """Train with each way to compute gradients of weights. Return what it gives, and the number of ops for them in a step."""
+    found = []
+    for way in WAYS if recipe.schedule.degree > 1 else WAYS[:2]:
         with engine_on(recipe, rank) as (engine, groups):
-            engine.execution.reorder(engine.execution.ordering._replace(weights_apart=apart))
-            found.append(go_on(engine, groups, recipe, range(STEPS)))
-            if apart:
-                count = sum(op.direction == "W" for op in engine.execution.order(engine.execution.last))
-    return found[0], found[1], count
+            engine.execution.reorder(engine.execution.ordering._replace(weight_gradients=way))
+            trained = go_on(engine, groups, recipe, range(STEPS))
+            order = engine.execution.order(engine.execution.last)
+            found.append((trained, sum(op.direction == "W" and op.kind != HEAD for op in order)))
+    return found
 
 
 @pytest.mark.gate(1)
@@ -95,9 +116,11 @@ def both(rank: int, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any], int
 def test_weights_apart_have_the_same_bits(ranks: Any, name: str) -> None:
     workers, fold, sections = CASES[name]
     recipe = make_recipe(workers, fold, **{"moe": {"experts": "grouped"}, **sections})
-    for rank, (together, apart, count) in enumerate(ranks(workers).run(both, recipe)):
-        assert count, f"rank {rank} has no gradients of weights apart"
-        assert apart["losses"] == together["losses"]
-        assert apart["norms"] == together["norms"]
-        for key, held in together["weights"].items():
-            assert torch.equal(apart["weights"][key].tensor, held.tensor), f"{key} on rank {rank}"
+    for rank, ((together, none), *others) in enumerate(ranks(workers).run(every_way, recipe)):
+        counts = [count for _, count in others]
+        assert counts == sorted(set(counts), reverse=True), f"rank {rank} has as many ops for all pieces as for each"
+        assert none == 0 < counts[-1], f"rank {rank} has no gradients of weights apart"
+        for way, (found, _) in zip(WAYS[1:], others, strict=False):
+            assert (found["losses"], found["norms"]) == (together["losses"], together["norms"]), way
+            for key, held in together["weights"].items():
+                assert torch.equal(found["weights"][key].tensor, held.tensor), f"{key} on rank {rank}, {way}"

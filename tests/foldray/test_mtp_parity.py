@@ -40,6 +40,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
     "flow": {"kind": "flow", "degree": 2, "batch_degree": 2, "weight_gradients": "apart"},
     "weave": {"kind": "weave", "degree": 2, "weight_gradients": "apart"},
     "list": {"kind": "list", "degree": 2, "reduction": "chunks", "sp_bytes": 3000},
+    "list-whole": {"kind": "list", "degree": 4, "attention_degree": 2, "weight_gradients": "whole", "recompute": ["expert"]},
 }  # fmt: skip
 _FOLDS: list[tuple[int, dict[str, int]]] = [
     (1, {}),

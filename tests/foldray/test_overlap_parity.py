@@ -24,6 +24,7 @@ from tests.foldray.parity import MODEL, batches, engine_of, gradients, make_reci
 LENGTH, BATCH = 64, 4
 KINDS = [kind for kind in list(OVERLAPS)[1:] if kind != "flow"]  # test_reduction_parity.py tests flow
 DEGREES = (1, 2, 3, 4, 8)
+FEWER = ((4, 2), (3, 2), (8, 3), (4, 1))  # pieces, and slices of attention
 FOLDS: list[tuple[int, dict[str, int]]] = [
     (1, {}), (2, {"ep": 2}), (4, {"ep": 4}), (4, {"tp": 2, "ep": 4}), (4, {"cp": 2, "ep": 4}), (4, {"pp": 2, "ep": 2}),
 ]  # fmt: skip
@@ -91,7 +92,9 @@ def every_schedule() -> list[dict[str, Any]]:
         lags = {"lag": 1 + number % 3, "backward_lag": 1 + number // 3 % 4} if kind == "stream" else {}
         if slicing == SLICINGS[0] or (degree > 1 and kind != "moe_only"):
             found.append({"kind": kind, "degree": degree, "slicing": slicing, **lags})
-    return found
+    cutting = [kind for kind in KINDS if kind != "moe_only"]
+    fewer = [{"kind": kind, "degree": degree, "attention_degree": count} for kind in cutting for degree, count in FEWER]
+    return found + fewer
 
 
 _PARTS = 16  # of all schedules
@@ -124,6 +127,7 @@ def test_what_goes_with_schedules_equals_one_graph(ranks, world: int, fold: dict
         {"kind": "stream", "degree": 4, "recompute": ["attention"], "backward": "one_a_one_m"},
         {"kind": "moe_only", "degree": 3, "backward": "stream", "recompute": ["expert"]},
         {"kind": "stream", "degree": 3, "slices": [40, 16, 8], "lag": 1},
+        {"kind": "one_a_one_m", "degree": 4, "attention_degree": 2, "slices": [40, 24], "recompute": again, "backward": "stream"},
         {"kind": "stream", "degree": 2, "batch_degree": 2, "recompute": ["expert"], "backward": "flow"},
         {"kind": "sequential", "recompute": again},
     ]
@@ -132,6 +136,7 @@ def test_what_goes_with_schedules_equals_one_graph(ranks, world: int, fold: dict
 
 
 DROPPING = [{"kind": kind, "degree": degree} for kind in KINDS for degree in (2, 3, 8)]
+DROPPING_FEWER = [{"kind": kind, "degree": 4, "attention_degree": 2} for kind in KINDS if kind != "moe_only"]
 
 
 @pytest.mark.gate(1)
@@ -139,7 +144,7 @@ DROPPING = [{"kind": kind, "degree": degree} for kind in KINDS for degree in (2,
 @pytest.mark.parametrize(("world", "fold"), [(1, {}), (2, {"ep": 2}), (4, {"pp": 2, "ep": 2})], ids=str)
 def test_dropping_by_position_does_not_depend_on_the_schedule(ranks, world: int, fold: dict[str, int], more: dict) -> None:
     model = {"router": {"capacity_factor": 0.8, "drop": "position", "balance_loss": 0.1, **more}}
-    check(ranks, world, fold, model, [{}, *DROPPING])
+    check(ranks, world, fold, model, [{}, *DROPPING, *DROPPING_FEWER])
 
 
 @pytest.mark.gate(1 / 2)

@@ -13,6 +13,7 @@ from foldray import MissingPackage, Recipe, UserError
 from foldray.recipe import describe, slow_on_gpu
 from foldray.recipe.page import key_help, page
 from foldray.recipe.reading import sections
+from foldray.schedule import Slicing
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "kubernetes")
@@ -250,6 +251,15 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     ("schedule={reduction: buckets, sp_bytes: auto}", "schedule.sp_bytes", "needs reduction=chunks"),
     ("schedule={degrees: [1, 2]}", "schedule.degrees", "has 2, which is illegal: schedule.degree: kind=sequential cuts"),
     ("schedule={kind: stream, degree: 2, slices: [64, 64], degrees: [2]}", "schedule.degrees", "be combined with slices"),
+    ("schedule={kind: stream, degree: 2, attention_degree: 3}", "schedule.attention_degree", "at most degree=2"),
+    ("schedule={kind: stream, attention_degree: 2}", "schedule.attention_degree", "has no meaning with degree=1"),
+    ("schedule={attention_degree: 2}", "schedule.attention_degree", "has no meaning with degree=1"),
+    (
+        "schedule={kind: moe_only, degree: 2, attention_degree: 2}",
+        "schedule.attention_degree",
+        "does not cut attention; legal: null, 1",
+    ),
+    ("schedule={kind: stream, degree: 4, attention_degree: 0}", "schedule.attention_degree", "greater than or equal to 1"),
     ("schedule={kind: flow, batch_degree: 3}", "schedule.batch_degree", "must divide training.micro_batch=2"),
     ("schedule={batch_degree: 2}", "schedule.batch_degree", "kind=sequential cuts nothing"),
     ("schedule={kind: flow, batch_degree: 1, backward: stream}", "schedule.backward", "cut nothing"),
@@ -391,6 +401,8 @@ BAD_FOLDS = [
      "must be 2 lengths, multiples of 4, that sum", ["null", [32, 32]]),
     ({"schedule": {"kind": "stream", "degree": 2, "slices": [30, 34]}}, "schedule.slices", [30, 34],
      "the first j slices must hold the tokens of the first j MoE micro-batches [32, 32]", ["null", [32, 32]]),
+    ({"schedule": {"kind": "stream", "degree": 4, "attention_degree": 2, "slices": [16] * 4}}, "schedule.slices", [16] * 4,
+     "must be 2 lengths, at least 1, that sum to seq_len=64", ["null", [32, 32]]),
     ({"schedule": {"kind": "moe_only", "degree": 2, "slices": [32, 32]}}, "schedule.slices", [32, 32],
      "kind=moe_only does not cut attention", ["null"]),
     ({"schedule": {"kind": "stream", "degree": 2}, "model": {"router": {"capacity_factor": 1.0, "drop_scope": "sequence"}}},
@@ -398,6 +410,9 @@ BAD_FOLDS = [
     ({"fold": {"tp": 2}, "schedule": {"kind": "stream", "degree": 4},
       "model": {"router": {"capacity_factor": 1.0, "drop_scope": "sequence", "drop": "position"}}},
      "schedule.slicing", "time_uniform", "needs equal slices where ranks share a sequence", ["token_uniform"]),
+    ({"fold": {"tp": 2}, "schedule": {"kind": "stream", "degree": 4, "attention_degree": 2, "slicing": "token_uniform"},
+      "model": {"router": {"capacity_factor": 1.0, "drop_scope": "sequence", "drop": "position"}}},
+     "schedule.attention_degree", 2, "needs equal slices where ranks share a sequence (tp, cp), as many as pieces", ["null"]),
 ]  # fmt: skip
 
 
@@ -422,6 +437,8 @@ def test_folds_that_do_not_fit_are_refused_with_what_would(sections, field, valu
         ({"data": {"mask_documents": False}}, None),
         ({}, "schedule.degree=4 with kind=stream: cuts attention into pieces, and with data.mask_documents"),
         ({"schedule": {"degree": 1, "degrees": [1, 2]}}, "schedule.degree=2"),
+        ({"schedule": {"attention_degree": 2}}, "schedule.attention_degree=2"),
+        ({"schedule": {"attention_degree": 1}}, None),
         ({"data": {"mask_documents": False}, "model": {"windows": ["full", "sliding:8"]}}, "model.windows"),
         ({"schedule": {"degree": 1}, "fold": {"cp": 2}}, "fold.cp=2"),
     ],
@@ -437,6 +454,20 @@ def test_pieces_of_attention_that_have_no_fused_kernel_are_told(sections, found)
 
 def test_shipped_recipes_have_a_fused_kernel():
     assert {path.stem: told for path in SHIPPED if (told := slow_on_gpu(Recipe.load(path)))} == {}
+
+
+@pytest.mark.parametrize("kind", ["stream", "list", "moe_only"])
+def test_attention_may_have_fewer_slices_than_pieces(kind):
+    given = {"kind": kind, "degree": 4, "degrees": [1, 2, 4], "slicing": "token_uniform"}
+    slices = {None: (16,) * 4, 2: (32, 32), 1: (64,)} if kind != "moe_only" else {1: (64,), None: (64,)}
+    for fewer, lengths in slices.items():
+        recipe = Recipe.parse(folded(schedule={**given, "attention_degree": fewer}))
+        assert recipe.slicing == Slicing(lengths, (16,) * 4)
+        # Degrees that training tries have no more slices than pieces.
+        counts = {degree: ordering.slicing and len(ordering.slicing.attention) for degree, ordering in recipe.orderings.items()}
+        assert counts == {1: None, 2: min(2, len(lengths)), 4: len(lengths)}
+    given_lengths = folded(schedule={"kind": "aaam", "degree": 4, "attention_degree": 2, "slices": [40, 24]})
+    assert Recipe.parse(given_lengths).slicing == Slicing((40, 24), (16,) * 4)
 
 
 _WITHOUT_ASSERTIONS = """

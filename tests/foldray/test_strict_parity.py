@@ -34,6 +34,8 @@ SCHEDULES: list[dict[str, Any]] = [
     {"kind": LIST.name},
     {"kind": LIST.name, "degree": 2, "virtual_stages": 2},
     {"kind": LIST.name, "degree": 4, **AGAIN},
+    {"kind": LIST.name, "degree": 4, "attention_degree": 2},
+    {"kind": "stream", "degree": 4, "attention_degree": 2, "weight_gradients": "whole", **AGAIN},
 ]
 REDUCTIONS: list[tuple[int, dict[str, Any]]] = [  # ZeRO, and keys of the schedule
     (0, {"reduction": "end"}),
@@ -75,6 +77,7 @@ PLACED_SCHEDULES: list[dict[str, Any]] = [
     {"degree": 2, "batch_degree": 2},
     {"reduction": "chunks", "sp_bytes": 4096, **AGAIN},
     {"kind": LIST.name, "degree": 2},
+    {"degree": 4, "attention_degree": 2, "weight_gradients": "whole"},
 ]
 
 

@@ -1,12 +1,16 @@
-"""Measures a training step of one block at real sizes, beside Hugging Face's Mixtral: time, speed, host, kernels, memory."""
+"""Measures a training step of one block at real sizes: time, speed, host, kernels, memory.
+
+Beside it runs Hugging Face's Mixtral, with each implementation of experts in transformers that trains here. The best counts.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -43,7 +47,7 @@ def run(report: Report, lengths: tuple[int, ...] = LENGTHS) -> None:
 
 
 def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> dict[str, Any]:
-    """Measure the degrees and Hugging Face's block in turns. Each row has its median, minimum and maximum in milliseconds."""
+    """Measure the degrees and Hugging Face's blocks in turns. Each row has its median, minimum and maximum in milliseconds."""
     model = {**sizes, "layers": 1, "head_dim": 128, "ffn_hidden": sizes["expert_hidden"], "vocab": 1024, "moe_every": 1}
     device, text = torch.device("cuda"), torch.randint(0, 1024, (1, length + 1), device="cuda")
     given = [Batch(text[:, :-1], text[:, 1:])]
@@ -58,10 +62,12 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
         if name in orderings:
             engine.execution.reorder(orderings[name])
             engine.execution.step(given)  # builds the list before the clock starts
+        else:
+            peers[name].prepare()
 
+    peers = mixtrals(report, model, text)
     steps: dict[str, Any] = {name: lambda: engine.train(given) for name in orderings}
-    if (peer := _mixtral(model, text)) is not None:
-        steps["Hugging Face"] = peer
+    steps |= {name: peer.step for name, peer in peers.items()}
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(2 + ROUNDS):
         for name, step in steps.items():
@@ -76,11 +82,17 @@ def measure(report: Report, sizes: dict[str, Any], length: int, peak: float) -> 
         rows[name] = row = {
             "ms": statistics.median(device_ms), "min": min(device_ms), "max": max(device_ms),
             "host_ms": statistics.median(host_ms), "product_share": flops / statistics.median(device_ms) / peak / 1e9,
-            **_profiled(step), "peak_gib": _peak(step),
+            **kernels_of(step), "peak_gib": peak_of(step),
         }  # fmt: skip
-        report.say(f"  {name:12} " + " ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "top"))
-        for kernel in row["top"] if name in ("1 pieces", "4 pieces", "Hugging Face") else ():
-            report.say(f"      {kernel}")
+        report.say(f"  {name:24} " + " ".join(f"{key} {value:.3g}" for key, value in row.items() if key != "by_name"))
+        for kernel in list(row["by_name"].items())[:12] if name in ("1 pieces", "4 pieces", *peers) else ():
+            report.say("      {}: {}".format(*kernel))
+    if peers:
+        best = min(peers, key=lambda name: rows[name]["ms"])
+        for name in orderings:
+            rows[name] |= {"best_peer": best, "best_peer_over_this": rows[best]["ms"] / rows[name]["ms"]}
+        ratio = rows["1 pieces"]["best_peer_over_this"]
+        report.say(f"  the best of Hugging Face is {best}: {ratio:.2f} × the time of the whole block")
     return rows
 
 
@@ -116,12 +128,21 @@ def _draw(model: Transformer, seed: int) -> None:
         parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02)
 
 
-def _mixtral(model: dict[str, Any], text: torch.Tensor) -> Any:
-    """Return a step of transformers' Mixtral with one block of these sizes; None without transformers."""
+class Peer(NamedTuple):
+    """A step of another project's block, and what is to be called before others have run."""
+
+    prepare: Callable[[], None]
+    step: Callable[[], None]
+
+
+def mixtrals(report: Report, model: dict[str, Any], text: torch.Tensor) -> dict[str, Peer]:
+    """Return transformers' Mixtral with one block of these sizes, by the implementation of its experts."""
     try:
         from transformers import MixtralConfig, MixtralForCausalLM
-    except ModuleNotFoundError:
-        return None
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ModuleNotFoundError as error:
+        report.say(f"  left out: Hugging Face ({error})")
+        return {}
     config = MixtralConfig(
         vocab_size=1024, hidden_size=model["hidden"], intermediate_size=model["expert_hidden"], num_hidden_layers=1,
         num_attention_heads=model["heads"], num_key_value_heads=model["kv_heads"], head_dim=128,
@@ -129,12 +150,35 @@ def _mixtral(model: dict[str, Any], text: torch.Tensor) -> Any:
     )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            peer = MixtralForCausalLM(config)
+        with text.device:
+            mixtral = MixtralForCausalLM(config).train()
     finally:
         torch.set_default_dtype(torch.float32)
-    peer.set_experts_implementation("grouped_mm")
-    return lambda: peer.train()(input_ids=text[:, :-1], labels=text[:, :-1], use_cache=False).loss.backward()
+
+    def step() -> None:
+        mixtral(input_ids=text[:, :-1], labels=text[:, :-1], use_cache=False).loss.backward()
+
+    peers = {}
+    for kind in ("eager", *sorted(ALL_EXPERTS_FUNCTIONS)):
+        peer = Peer(partial(mixtral.set_experts_implementation, kind), step)
+        if (reason := _why_not(peer, mixtral)) is None:
+            peers[f"Hugging Face {kind}"] = peer
+        else:
+            report.say(f"  left out: Hugging Face {kind} ({reason})")
+    return peers
+
+
+def _why_not(peer: Peer, module: torch.nn.Module) -> str | None:
+    """Return why a peer cannot train here: a package, a kind of GPU or memory is missing, or it computes no gradients."""
+    module.zero_grad()
+    try:
+        peer.prepare()
+        peer.step()
+    except Exception as error:  # of any kind, since other projects' kernels raise what they like
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        torch.cuda.empty_cache()  # what did not fit
+    return None if all(parameter.grad is not None for parameter in module.parameters()) else "some weights get no gradient"
 
 
 def timed(step: Any) -> tuple[float, float]:
@@ -162,8 +206,8 @@ def steps_in_turns(engine: Any, given: list[Batch], orderings: Mapping[Name, Ord
     return took
 
 
-def _profiled(step: Any) -> dict[str, Any]:
-    """Return number of kernels, the milliseconds of all of them, and the kernels that take longest."""
+def kernels_of(step: Any) -> dict[str, Any]:
+    """Return number of kernels, the milliseconds of all of them, and each kernel by name, that which takes longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
@@ -172,11 +216,11 @@ def _profiled(step: Any) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             took[event.name[:90]] += event.device_time / 1e3
             times[event.name[:90]] += 1
-    top = [f"{ms:.2f} ms, {times[name]} × {name}" for name, ms in took.most_common(12)]
-    return {"kernels": times.total(), "busy_ms": sum(took.values()), "top": top}
+    by_name = {name: f"{ms:.3f} ms, {times[name]} times" for name, ms in took.most_common()}
+    return {"kernels": times.total(), "busy_ms": sum(took.values()), "by_name": by_name}
 
 
-def _peak(step: Any) -> float:
+def peak_of(step: Any) -> float:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -140,6 +140,17 @@ def run(report: Report) -> None:
 def measure(report: Report, model: dict[str, Any], length: int) -> dict[str, Any]:
     """Measure schedules in turns, wire by wire. Each row has its milliseconds, those of its recorded step, and those that the
     simulator gives."""
+    engine, wire, given, recipes = made(model, length)
+    rows = {}
+    for wire.kind in WIRES if triton is not None else WIRES[:2]:
+        for name, row in _in_turns(engine, given, recipes).items():
+            rows[f"{wire.kind}, {name}"] = row
+            report.say(f"  {wire.kind}, {name}: " + " ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    return rows
+
+
+def made(model: dict[str, Any], length: int) -> tuple[Any, Wire, list[Batch], dict[str, Recipe]]:
+    """Return the engine of a rank whose rows travel over a stand-in, the stand-in, a batch, and the recipes of all schedules."""
     if not dist.is_initialized():
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -152,12 +163,7 @@ def measure(report: Report, model: dict[str, Any], length: int) -> dict[str, Any
     wire = Wire(2 * length * model["topk"] * model["hidden"] * 2)
     with drawn_on_gpu():
         engine: Any = make_engine(first, replace(groups, **others | {"tokens": Copies.of(groups.tokens, wire)}), device)
-    given, rows = [random_batch(first, 0, 1, 0, device)], {}
-    for wire.kind in WIRES if triton is not None else WIRES[:2]:
-        for name, row in _in_turns(engine, given, recipes).items():
-            rows[f"{wire.kind}, {name}"] = row
-            report.say(f"  {wire.kind}, {name}: " + " ".join(f"{key} {value:.4g}" for key, value in row.items()))
-    return rows
+    return engine, wire, [random_batch(first, 0, 1, 0, device)], recipes
 
 
 def _in_turns(engine: Any, given: list[Batch], recipes: dict[str, Recipe]) -> dict[str, dict[str, float]]:

@@ -61,6 +61,7 @@ OWN = (
     {}, {"kind": "flow", "sp_bytes": "auto"}, {"kind": "stream", "degree": 3, "reduction": "buckets", "slicing": "token_uniform"},
     {"kind": "aaam", "degree": 2, "backward": "stream", "recompute": ["expert"], "slices": [128, 128]},
     {"kind": "weave", "degrees": [1, 2], "reduction": "chunks", "sp_bytes": 100_000},
+    {"kind": "stream", "degree": 4, "attention_degree": 2, "slices": [160, 96]},
 )  # fmt: skip
 
 
@@ -179,6 +180,19 @@ def test_tokens_may_travel_once_to_each_rank() -> None:
         alone = Settings(apply_setting(table.recipe, row).model_copy(update={"tune": recipe(**_only(row)).tune}))
         assert alone.rows == [row]
         assert predict_rows(alone, hardware).seconds == [together.seconds[number]]
+
+
+def test_attention_may_have_fewer_slices_than_pieces() -> None:
+    kinds: dict[str, Any] = {"kind": ["moe_only", "stream"], "degree": [1, 2, 4], "tp": [1], "cp": [1], "pp": [1], "ep": [4]}
+    table = Settings(recipe(etp=[1], attention_degree=[2, 4], **kinds))
+    found = {(row.kind, row.degree, len(made.slicing.attention) if made.slicing else 1) for row in table.rows
+             for made in [apply_setting(table.recipe, row)]}  # fmt: skip
+    assert found == {("moe_only", 2, 1), ("moe_only", 4, 1), ("stream", 2, 2), ("stream", 4, 4), ("stream", 4, 2)}
+    assert len(table.rows) == len(found)
+    for row in table.rows:
+        assert table.row(table.params(row)) == row
+        assert Setting.of(apply_setting(table.recipe, row)) == row
+        assert (" d=4/2" in str(row)) == (row.attention_degree == 2)
 
 
 def test_rows_of_a_large_table_have_one_price(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from foldray.comm import Groups
 from foldray.errors import UserError
@@ -23,7 +23,8 @@ from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
 from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
 from trainers.cluster.actors import on_workers
 from trainers.measure.comparison import random_batches
-from trainers.measure.meter import wait_for
+from trainers.measure.meter import together, wait_for
+from trainers.telemetry.energy import Energy
 from trainers.telemetry.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
@@ -32,6 +33,15 @@ APART = ("af_pipe", "af_pipe:2", "af_pipe:4")
 """The same for experts with workers of their own."""
 WARM_UP = 2  # rounds that are not measured
 _COLUMNS = ("step", "min", "max", "forward", "backward", "compute", "comm", "exposed", "× bound")
+
+
+class Timed(NamedTuple):
+    """A step on a rank: its graph, its seconds without the update, its losses there, and all ranks' joules (NaN: not known)."""
+
+    graph: StepGraph
+    seconds: float
+    losses: list[Losses]
+    joules: float
 
 
 def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
@@ -49,9 +59,9 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = Fal
     results = [{**_result(recipe, ordering, times), "bound_ms": bound} for ordering, times, bound in measured]
     cost = _slice_cost(timings["slices"])
     if as_json:
-        print(to_json({"results": results, "slice_cost": cost and cost[:2]}))
+        print(to_json({"results": results, "slice_cost": cost and cost[:2], "lacks_energy": timings["lacks_energy"]}))
     else:
-        print(_table(list(chosen), results, rounds))
+        print(_table(list(chosen), results, rounds, timings["lacks_energy"]))
         if cost:
             print(f"\ntime-uniform slices as measured here: schedule.slice_cost=[{cost[0]:.3e},{cost[1]:.3e}]")
     return 0
@@ -122,6 +132,7 @@ def _compare(
     measured: list[list[dict[str, float]]] = [[] for _ in orderings]
     slices: list[tuple[int, int, float]] = []
     bounds: list[float] = []
+    energy = Energy(groups.control, device)
     learnt: dict[Ordering, Ordering] = {}  # orderings whose chunks depend on measured op times → the same with these times
     for number in range(WARM_UP + rounds):
         for ordering, turns in zip(orderings, measured, strict=True):
@@ -133,14 +144,16 @@ def _compare(
                 execution.learn_costs()
                 learnt[ordering] = execution.ordering
             execution.trace = None
-            _, seconds, _ = timed_step(recipe, engine, groups, device)  # recording takes time, so another step is timed
-            longest = slowest(groups, times | {"step_ms": seconds * 1e3}, device)
+            timed = timed_step(recipe, engine, groups, device, energy)  # recording takes time, so another step is timed
+            turn = slowest(groups, times | {"step_ms": timed.seconds * 1e3}, device)
             if number >= WARM_UP:
-                turns.append(longest)
+                turns.append(turn | {"energy_j": timed.joules})
                 slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
             if number == WARM_UP + rounds - 1:
                 bounds.append(recorded_bound(*recorded(engine, trace, groups, graph)) * 1e3)
-    return {"measured": measured, "slices": slices, "bounds": bounds} if groups.rank == groups.fold.offset else None
+    if groups.rank != groups.fold.offset:
+        return None
+    return {"measured": measured, "slices": slices, "bounds": bounds, "lacks_energy": energy.lacking}
 
 
 def _record(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
@@ -161,28 +174,30 @@ def _record(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, A
 def recorded(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> tuple[StepGraph, list[Recording]]:
     """Return the last step as all ranks have recorded it, and its graph with the chunks of all positions."""
     of_this_rank = Recording(engine.execution.order(graph), trace.spans), graph.chunks
-    of_ranks: list[Any] = [of_this_rank] * groups.control.size
-    if groups.control.group is not None:
-        dist.all_gather_object(of_ranks, of_this_rank, group=groups.control.group)
+    of_ranks = groups.control.all_gather_object(of_this_rank)
     return graph.with_chunks_of(chunks for _, chunks in of_ranks), [recording for recording, _ in of_ranks]
 
 
-def timed_step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device) -> tuple[StepGraph, float, list[Losses]]:
-    """Run one step on random text with learning rate 0, which changes no weight.
-
-    Return its graph, its seconds without the update, and its losses on this rank.
-    """
+def timed_step(recipe: Recipe, engine: Engine, groups: Groups, device: torch.device, energy: Energy | None = None) -> Timed:
+    """Run one step on random text with learning rate 0, which changes no weight. Without `energy`, joules are not counted."""
     batches = random_batches(recipe, groups, device)
     execution = engine.execution
     graph, _ = execution.step(batches)  # builds the graph before the clock starts
-    groups.control.all_reduce(torch.zeros(1, device=device))  # makes all ranks start together
-    wait_for(device)
+    together(groups.control, device)
+    if energy is not None:
+        energy.taken()  # before the step
+        together(groups.control, device)
     begin = time.perf_counter()
     losses = engine.train(batches)
     wait_for(device)
     seconds = time.perf_counter() - begin
+    joules = math.nan
+    if energy is not None:  # those of a rank that waits for slower ones are the step's, too
+        together(groups.control, device)
+        taken = torch.tensor(energy.taken(), dtype=torch.float64, device=device)
+        joules = float(groups.control.all_reduce(taken))
     engine.update(0.0)
-    return graph, seconds, losses
+    return Timed(graph, seconds, losses, joules)
 
 
 def slowest(groups: Groups, times: dict[str, float], device: torch.device) -> dict[str, float]:
@@ -193,14 +208,16 @@ def slowest(groups: Groups, times: dict[str, float], device: torch.device) -> di
 
 def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
     columns = {key: [times[key] for times in rounds] for key in rounds[0]}
-    step = columns.pop("step_ms")
+    step, joules = columns.pop("step_ms"), columns.pop("energy_j")
     degree, reduction = ordering.degree, ordering.reduction
     return {
-        "schedule": ordering.forward.kind, "degree": degree, "slicing": _slicing(recipe, ordering),
+        "schedule": ordering.forward.kind, "degree": degree, "attention_degree": ordering.fewer_slices,
+        "slicing": _slicing(recipe, ordering),
         "batch_degree": ordering.batch_degree, "reduction": reduction.kind, "sp_bytes": reduction.most,
         "engine": recipe.engine.kind, "backend": recipe.moe.backend,
         "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
         **{key: statistics.median(values) for key, values in columns.items()},
+        "energy_j": statistics.mean(joules),  # no median, since a counter may move only every tenth of a second
     }  # fmt: skip
 
 
@@ -209,7 +226,8 @@ def _slicing(recipe: Recipe, ordering: Ordering) -> str:
     cut = ordering.slicing
     if cut is None or len(cut.attention) == 1:
         return "whole"
-    kinds = (kind for kind in SLICINGS if recipe.cut(kind, cut.degree).attention == cut.attention)
+    given = cut.degree, len(cut.attention)
+    kinds = (kind for kind in SLICINGS if recipe.cut(kind, *given).attention == cut.attention)
     return next(kinds, ",".join(map(str, cut.attention)))
 
 
@@ -222,18 +240,22 @@ def _slice_cost(timings: list[tuple[int, int, float]]) -> SliceCost | None:
     return cost if cost and max(cost[:2]) > 0 else None
 
 
-def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int) -> str:
+def _table(names: Sequence[str], results: Sequence[dict[str, Any]], rounds: int, lacks_energy: str | None) -> str:
     fastest = min(result["step_ms"]["median"] for result in results)
     lines = [
         f"milliseconds per step, medians of {rounds} rounds in turns; exposed communication is not hidden by computation",
         "× bound: the step over the time that no order of its ops can beat",
-        f"{'schedule':<22}" + "".join(f"{name:>9}" for name in _COLUMNS),
     ]
+    if measured := not any(math.isnan(result["energy_j"]) for result in results):
+        lines.append("joules: of a step, mean of the rounds, of all GPUs, or without GPUs of all processors")
+    else:
+        lines.append(f"no joules: {lacks_energy or 'a counter could not be read in every step'}")
+    lines.append(f"{'schedule':<22}" + "".join(f"{name:>9}" for name in (*_COLUMNS, *["joules"] * measured)))
     for name, result in zip(names, results, strict=True):
         step = result["step_ms"]
         figures = [step["median"], step["min"], step["max"]]
         figures += [result[key] for key in ("forward_ms", "backward_ms", "compute_ms", "comm_ms", "exposed_comm_ms")]
-        over = f"{step['median'] / result['bound_ms']:>9.2f}"
+        over = f"{step['median'] / result['bound_ms']:>9.2f}" + (f"{result['energy_j']:>9.4g}" if measured else "")
         mark = "  fastest" if step["median"] == fastest else ""
         lines.append(f"{name:<22}" + "".join(f"{figure:>9.1f}" for figure in figures) + over + mark)
     return "\n".join(lines)

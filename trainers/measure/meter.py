@@ -72,6 +72,12 @@ class Meter:
         return time.perf_counter() - begin
 
 
+def together(control: Communicator, device: torch.device) -> None:
+    """Return on all ranks at once, when each has done all that it has been given."""
+    control.all_reduce(torch.zeros(1, device=device))
+    wait_for(device)
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all that it has been given. A CPU has done it already."""
     if device.type == "cuda":

@@ -22,7 +22,7 @@ from foldray.runtime import Engine, Trace
 from foldray.schedule import StepGraph
 from foldray.timeline import Recording
 from trainers.measure.comparison import random_batches
-from trainers.measure.meter import wait_for
+from trainers.measure.meter import together, wait_for
 from trainers.worker.engines import make_engine
 
 
@@ -111,8 +111,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
 
 def _step(ready: _Ready, device: torch.device) -> float:
     """Run a step and return its seconds. The clock starts when all ranks are ready."""
-    ready.groups.control.all_reduce(torch.zeros(1, device=device))
-    wait_for(device)
+    together(ready.groups.control, device)
     begin = time.perf_counter()
     ready.engine.train(ready.batches)
     ready.engine.update(0.0)

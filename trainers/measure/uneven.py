@@ -70,14 +70,14 @@ def _measure(
             _route_by(engine, model)
             if even is None:
                 engine.execution.trace = trace
-                graph, _, _ = timed_step(recipe, engine, groups, device)
+                graph, *_ = timed_step(recipe, engine, groups, device)
                 if engine.execution.lacks_costs:
                     engine.execution.learn_costs()
                 even = recorded(engine, trace, groups, graph)
                 engine.execution.trace = None
-            _, seconds, losses = timed_step(recipe, engine, groups, device)
-            count_ME = groups.control.all_reduce(torch.stack([loss.count_ME for loss in losses]).sum(0))
-            turn = slowest(groups, {"step_ms": seconds * 1e3}, device)
+            timed = timed_step(recipe, engine, groups, device)
+            count_ME = groups.control.all_reduce(torch.stack([loss.count_ME for loss in timed.losses]).sum(0))
+            turn = slowest(groups, {"step_ms": timed.seconds * 1e3}, device)
             turn["overload"] = float(max_over_mean(on_ranks(count_ME.cpu().numpy(), groups.fold.ep)).mean())
             turn["predicted"] = predicted(recipe, (models[0], model), groups, *even)
             if number >= WARM_UP:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Totals(NamedTuple):
     """Losses and counts of a step, over all ranks and micro-batches, and whether any rank has to end after it.
 
-    `tokens` are those that count in the loss, `count_ME` the assignments of each MoE layer and expert.
+    `tokens` are those that count in the loss, `count_ME` the assignments of each MoE layer and expert. `joules` is NaN where a
+    rank cannot read them, and in the first step of an attempt.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class Totals(NamedTuple):
     dropped: float
     count_ME: torch.Tensor
     traffic: dict[str, Count]
+    joules: float
     stops: bool
     preempted: bool
 
@@ -118,6 +120,14 @@ def _of_health(measure: Callable[[Health], float]) -> Callable[[Finished], float
     return lambda step: None if step.health is None else measure(step.health)
 
 
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _tokens(recipe: Recipe) -> int:
+    return recipe.training.global_batch * recipe.data.seq_len
+
+
 METRICS = (
     Metric("loss", lambda step: step.totals.language, "Cross entropy, nats per token that counts, without other losses",
            gauge="loss", reported=True, always=True),
@@ -126,11 +136,14 @@ METRICS = (
     Metric("balance_loss", lambda step: step.totals.balance if step.health else None, "Balance loss, before its weight"),
     Metric("z_loss", lambda step: step.totals.z if step.health else None, "Loss of the routers' logits, before its weight"),
     Metric("mtp_loss", lambda step: step.totals.further, "Cross entropy of further tokens, nats per token, mean over depths"),
-    Metric("tokens_per_s", lambda step: step.recipe.training.global_batch * step.recipe.data.seq_len / step.seconds,
-           "Tokens per second", gauge="tokens_per_s", over="median", reported=True, always=True,
-           shown=("speed", "{:,.0f} tokens/s (median)")),
+    Metric("tokens_per_s", lambda step: _tokens(step.recipe) / step.seconds, "Tokens per second",
+           gauge="tokens_per_s", over="median", reported=True, always=True, shown=("speed", "{:,.0f} tokens/s (median)")),
     Metric("step_time_s", lambda step: step.seconds, "Seconds of a step", gauge="step_time_s", reported=True, always=True),
-    Metric("mfu", lambda step: None if math.isnan(step.peak) else step.flops / step.seconds / step.peak,
+    Metric("step_energy_j", lambda step: _known(step.totals.joules),
+           "Joules of a step: of all GPUs, or without GPUs of all processors", gauge="step_energy_j", over="newest"),
+    Metric("token_energy_j", lambda step: _known(step.totals.joules / _tokens(step.recipe)), "Joules of a step per token",
+           gauge="token_energy_j", over="newest", shown=("energy", "{:.3g} J per token (mean of the newest steps)")),
+    Metric("mfu", lambda step: _known(step.flops / step.seconds / step.peak),
            "Model FLOPs over those of the GPUs' data sheets, from 0 to 1", gauge="mfu", over="median", reported=True,
            shown=("MFU", "{:.1%} of the data sheet (median)")),
     Metric("product_share", lambda step: step.flops / step.seconds / step.products,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -31,13 +31,10 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def machines(device: torch.device, nodes: Sequence[int]) -> list[list[Any]]:
+def machines(device: torch.device, control: Communicator) -> list[list[Any]]:
     """Return node, host name, processor and number of threads of every rank. All ranks must call this."""
     machine = [platform.node(), processor(device), torch.get_num_threads(), os.cpu_count()]
-    of_ranks = [machine] * len(nodes)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_gather_object(of_ranks, machine)
-    return [[node, *machine] for node, machine in zip(nodes, of_ranks, strict=True)]
+    return [[node, *of_rank] for node, of_rank in zip(control.nodes, control.all_gather_object(machine), strict=True)]
 
 
 def link_rate(groups: Groups, device: torch.device) -> float:

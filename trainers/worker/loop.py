@@ -37,6 +37,7 @@ from trainers.faults.guard import Guard, Spikes
 from trainers.faults.lease import check_holder
 from trainers.faults.watch import Pulse
 from trainers.folders import Folder
+from trainers.telemetry.energy import Energy
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
 from trainers.telemetry.metrics import Finished, Totals, metrics_of, reported
@@ -118,6 +119,7 @@ class Worker:
         self.peak = self._all_ranks(math.nan if peak is None else peak)  # not a number if a rank's device is not known
         self.flops = step_flops(recipe.model, recipe.data.seq_len, recipe.training.global_batch)
         self.spikes, self.metrics = Spikes(), metrics_of(recipe)
+        self.energy = Energy(self.groups.control, self.device)
         self.validation: dict[str, Any] = {}
         self.last: Step
         self.done: int | None = None  # finished steps, once the state to start from is there
@@ -125,7 +127,7 @@ class Worker:
         sizes = recipe.schedule.sp_bytes == "auto"
         self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
         # The result of a search holds only for these settings on these machines. Otherwise training searches again.
-        self.ground = {**ground.settings(recipe), "machines": ground.machines(self.device, _nodes())}
+        self.ground = {**ground.settings(recipe), "machines": ground.machines(self.device, self.groups.control)}
         self.speeds = {"products": self.products, "link": ground.link_rate(self.groups, self.device)}
 
     def run(self, pulse: Pulse) -> dict[str, Any]:
@@ -145,9 +147,11 @@ class Worker:
             final = done == last or totals.stops or totals.preempted
             due = done == last or (training.eval_every and done % training.eval_every == 0)
             if due and not totals.preempted:  # a node that is taken back has no time for it
-                self._validate(done)
+                with self.energy.paused():
+                    self._validate(done)
             if final or (self.recipe.checkpoint.every and done % self.recipe.checkpoint.every == 0):
-                self._save(done, final)
+                with self.energy.paused():
+                    self._save(done, final)
             if totals.preempted and done < last:
                 raise Preempted(f"the cluster takes back a node; step {done} is saved")
             if totals.stops:
@@ -161,11 +165,12 @@ class Worker:
         self.groups.traffic.clear()
         self.activity.doing = "reads its sequences"
         losses = self.engine.train([self._train_batch(step, m) for m in range(self.recipe.accumulation)])
+        joules = self.energy.taken()  # until here from here in the step before; a GPU still computes what it has been given
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
         self.activity.doing = "updates weights"
         self.saver.settle()
         norms = self.guard.update(step + 1, rate)
-        totals = self._totals(losses, stops)
+        totals = self._totals(losses, joules, stops)
         if not self.guard.in_a_row:
             self.engine.model.update_biases(totals.count_ME)
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
@@ -304,20 +309,20 @@ class Worker:
         if agreed and knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
             self.online.choose(knobs, earlier.seconds)
 
-    def _totals(self, losses: list[Losses], stops: bool) -> Totals:
+    def _totals(self, losses: list[Losses], joules: float, stops: bool) -> Totals:
         """Return the means and sums over ranks and micro-batches."""
         by_name = self.groups.traffic.by_name()
         names = {**TRAFFIC, **APART} if self.groups.fold.disjoint else TRAFFIC
         counts = [by_name.get(name, Count()) for name in names]
-        rows = [(count.calls, count.inside_bytes, count.across_bytes) for count in counts] + [(stops, _is_preempted(), 0)]
+        rows = [(count.calls, count.inside_bytes, count.across_bytes) for count in counts] + [(stops, _is_preempted(), joules)]
         sent = torch.tensor(rows, dtype=torch.float64, device=self.device)
         total = all_losses(losses, self.groups.control, sent)
-        *sums, (stop, preempted, _) = sent.tolist()
+        *sums, (stop, preempted, joules) = sent.tolist()
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, sums, strict=True)}
         language, balance, z = total.means().tolist()
         tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
         further = float(total.further()) if self.recipe.model.mtp_depth else None
-        return Totals(tokens, language, balance, z, further, dropped, count_ME, traffic, stop > 0, preempted > 0)
+        return Totals(tokens, language, balance, z, further, dropped, count_ME, traffic, joules, stop > 0, preempted > 0)
 
     def _largest_state(self) -> float:
         """Return the bytes of the largest state of a rank, with two numbers for every weight, if nothing is sharded."""

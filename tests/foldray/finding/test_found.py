@@ -62,10 +62,12 @@ def graphs(draw: Any) -> StepGraph:
         for layers in _layers_by_position(stages, pp)
     )
     chunks = tuple(positions) if draw(st.booleans()) else ()
+    degree = draw(st.integers(1, 4))
+    cut = slice_sequence("token_uniform", 16, degree, FLAT, attention_degree=draw(st.integers(1, degree)))
     return StepGraph(
-        stages, slice_sequence("token_uniform", 16, draw(st.integers(1, 4)), FLAT), pp, micro_batches, draw(st.booleans()),
+        stages, cut, pp, micro_batches, draw(st.booleans()),
         tuple(sorted(draw(st.sets(st.sampled_from(["attention", "ffn", "expert"]))))), batch_degree=parts, chunks=chunks,
-        gathers=draw(st.booleans()), later=later, tied=tied,
+        gathers=draw(st.booleans()), later=later, tied=tied, whole=draw(st.booleans()),
     )  # fmt: skip
 
 

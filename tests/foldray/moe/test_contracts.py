@@ -75,6 +75,12 @@ class PlainLayer:
             out[t] = out[t] + weight_TK[t, k] * y_H
         return torch.stack(out)
 
+    def experts_by_hand(self, received: Received) -> None:
+        """Have autograd differentiate the experts."""
+
+    def sums_by_hand(self, sent: Sent) -> None:
+        """Have autograd differentiate the sums."""
+
 
 def plain(made: MoELayer) -> PlainLayer:
     """Return the plain layer with the weights of a fast one."""

@@ -95,7 +95,7 @@ def test_lists_need_more_memory_by_what_they_may_keep() -> None:
     """With `ahead: 1`, both sides may keep the halves of one more micro-batch."""
     ways = {"forward": Overlap("list"), "backward": Overlap("list")}
     named, none, one = (
-        work(Fold(16, ep=8, expert_ranks=8), ordering=Ordering(**more, weights_apart=True)).memory()
+        work(Fold(16, ep=8, expert_ranks=8), ordering=Ordering(**more, weight_gradients="apart")).memory()
         for more in ({}, {**ways, "ahead": 0}, {**ways, "ahead": 1})
     )
     for side in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,15 +10,18 @@ import pytest
 from foldray.blueprint import ModelSpec
 from foldray.finding import Problem
 from foldray.fold import Fold
-from foldray.kinds import EXPERT
+from foldray.kinds import EXPERT, HEAD
 from foldray.planner.candidate import Candidate, Job
+from foldray.planner.costs import OpWork
 from foldray.planner.device import Device
 from foldray.planner.hardware import load_hardware
-from foldray.planner.listed import step_seconds, with_kind
+from foldray.planner.listed import step_seconds, with_kind, with_list
 from foldray.planner.memory import blocks_in_flight, fullest
+from foldray.planner.search import Planned
 from foldray.planner.space import RECOMPUTE
-from foldray.schedule import COMPUTE, Ordering, Overlap, Slicing, step_schedule
+from foldray.schedule import COMPUTE, Ordering, Overlap, Slicing, WeightGradients, step_schedule
 
+WEIGHTS: tuple[WeightGradients, ...] = ("apart", "whole")
 MACHINES = load_hardware("eos-h100")
 MODEL = ModelSpec(
     layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn_hidden=2048, experts=8, topk=2, expert_hidden=1024, vocab=4096
@@ -86,6 +90,40 @@ def test_a_list_keeps_as_much_as_there_is_memory_for_and_recomputes_what_must_be
     least = with_kind(candidate, "list", 2, too_little)
     assert (least.fits, least.candidate.ordering.ahead) == (False, 0)
     assert least.candidate.ordering.recompute == RECOMPUTE[-1]
+
+
+@pytest.mark.parametrize("axes", [{"ep": 8}, {"cp": 2, "ep": 4}, {"tp": 2, "ep": 4, "etp": 2}], ids=str)
+def test_one_op_of_all_pieces_has_the_price_of_an_op_for_each(axes: dict[str, int]) -> None:
+    """It adds to the sums piece by piece. Keys and values that are gathered count once, with the projections."""
+    fold, spent = Fold(8, **axes), []
+    for weights in WEIGHTS:
+        ordering = Ordering(slicing=Slicing((2048, 2048), (1024,) * 4), weight_gradients=weights)
+        candidate = Candidate(Job(MODEL, 4096, 16 * fold.dp), fold, ordering)
+        work, kinds = OpWork(candidate, Device.of(candidate.job, MACHINES)), Counter[str]()
+        ops = [op for op in candidate.graph.ops() if op.direction == "W"]
+        for op in ops:
+            kinds[op.kind] += sum(part.seconds for part in work.work(op))
+        spent.append(kinds)
+        several = {(op.kind, op.layer, op.micro_batch) for op in ops if op.kind != HEAD}
+        assert (len(several) == sum(op.kind != HEAD for op in ops)) == (weights == "whole")
+    assert spent[0] == pytest.approx(spent[1], rel=1e-9)
+    assert min(spent[0].values()) > 0
+
+
+@pytest.mark.gate(1)
+@pytest.mark.parametrize(
+    ("preset", "layers", "faster"), [("deepseek-v2-lite", 8, "whole"), ("deepseek-v2-lite", 4, "apart")], ids=str
+)
+def test_a_list_has_one_op_of_all_pieces_only_where_that_is_faster(
+    preset: str, layers: int, faster: WeightGradients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = load_hardware("h200")
+    candidate = Candidate(Job(ModelSpec.model_validate({"preset": preset, "layers": layers}), 8192, 64), Fold(8, ep=8))
+    seconds = {weights: with_kind(candidate, "list", 2, hardware, weights=weights).seconds for weights in WEIGHTS}
+    assert min(seconds, key=seconds.__getitem__) == faster
+    monkeypatch.setattr("foldray.planner.listed.DEGREES", (2,))
+    listed = with_list(Planned(candidate, None, None, True), hardware)  # type: ignore[arg-type]
+    assert (listed.seconds, listed.candidate.ordering.weight_gradients) == (seconds[faster], faster)
 
 
 def test_blocks_that_need_most_are_counted_first() -> None:

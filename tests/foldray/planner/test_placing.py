@@ -86,7 +86,7 @@ def test_fewer_micro_batches_are_alive_where_memory_needs_it() -> None:
 def test_found_lists_are_at_least_as_fast() -> None:
     placed = _placed(next(iter(_works(SPACE))), SPACE, True)
     best = _best_order(placed, SPACE)
-    assert best.candidate.ordering.weights_apart
+    assert best.candidate.ordering.weight_gradients == "apart"
     assert best.seconds < placed.seconds
     machines = SPACE.hardware.model_copy(update={"memory_gib": max(each.total for each in placed.memory) / GIB})
     assert _best_order(placed, replace(SPACE, hardware=machines)).fits

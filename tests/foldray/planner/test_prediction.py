@@ -36,12 +36,14 @@ def machines(**changes: Any) -> Hardware:
     return load_hardware("eos-h100").model_copy(update={"gpus_per_node": 4, **changes})
 
 
-def candidate(kind: str, degree: int, fold: dict[str, int], batch: int = 16, virtual: int = 1, **more: Any) -> Candidate:
+def candidate(
+    kind: str, degree: int, fold: dict[str, int], batch: int = 16, virtual: int = 1, slices: int | None = None, **more: Any
+) -> Candidate:
     ordering = Ordering()
     if degree > 1:
         fold_ = Fold(8, **fold)
         cost = SliceCost.of_model(MODEL.hidden, MODEL.heads)
-        slicing = slice_sequence("time_uniform", 4096, degree, cost, 2 * fold_.cp * fold_.tp)
+        slicing = slice_sequence("time_uniform", 4096, degree, cost, 2 * fold_.cp * fold_.tp, slices)
         if kind == "moe_only":
             slicing = slicing._replace(attention=(4096,))
         ordering = Ordering(Overlap(kind, 1), Overlap(kind, 1), slicing)
@@ -74,6 +76,14 @@ def test_parts_make_the_whole_with_further_tokens(kind: str, degree: int, fold: 
     whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
     assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
     assert whole > Step(plain, OpWork(plain, device)).passes()
+
+
+@pytest.mark.parametrize("fold", [{"ep": 2}, {"cp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)
+def test_parts_make_the_whole_with_fewer_slices_of_attention(fold: dict[str, int]) -> None:
+    each = candidate("one_a_one_m", 4, fold, slices=2)
+    work = OpWork(each, Device.of(each.job, machines()))
+    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
+    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)

@@ -142,6 +142,20 @@ def test_a_plan_with_a_slow_link_hides_all_it_can() -> None:
     assert ordering.reduction.kind == "chunks"
 
 
+def test_attention_has_fewer_slices_where_the_host_pays_for_each() -> None:
+    """Where the host's calls cost nothing, four slices hide more over a slow link than two."""
+    slow = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 1})
+    job = Job(MODEL.model_copy(update={"hidden": 2048}), 8192, 4)
+    orderings = list(Space(job, slow, 4, degrees=(2, 4), kinds=("stream",)).orderings(1, True, 1))
+    assert [(each.degree, each.fewer_slices) for each in orderings] == [(1, None), (2, None), (4, None), (4, 2)]
+    seconds = {
+        (issue, each.fewer_slices): predict(Candidate(job, Fold(4, ep=4), each), slow, {"issue": issue}).seconds
+        for issue, each in itertools.product((0.0, 4e-5), orderings[2:])
+    }
+    assert seconds[0.0, None] < seconds[0.0, 2]
+    assert seconds[4e-5, 2] < 0.95 * seconds[4e-5, None]
+
+
 def test_lags_are_those_with_the_shortest_passes() -> None:
     slow = load_hardware("eos-h100").model_copy(update={"gpus_per_node": 1})
     job = Job(ModelSpec.model_validate({"preset": "deepseek-moe", "layers": 4}), 4096, 8)

@@ -40,15 +40,16 @@ def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **c
     st.sampled_from([None, 1, 3]),
     st.integers(1, 3),
     st.sets(st.sampled_from(WITH_WEIGHTS)),
+    st.booleans(),
 )
 @examples(300)
 def test_any_placement_passes_the_checker_and_ends(
-    blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later
+    blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later, whole
 ) -> None:
     graph = apart(
         len(blocks), attention, experts, micro_batches * parts, blocks=tuple(blocks), slicing=slicing, ragged=ragged,
         gathers=gathers and len(slicing.attention) > 1, recompute=recompute if backward else (), backward=backward,
-        batch_degree=parts, later=tuple(sorted(later)),
+        batch_degree=parts, later=tuple(sorted(later)), whole=whole,
     )  # fmt: skip
     seen: set[Op] = set()
     for op in graph.ops():

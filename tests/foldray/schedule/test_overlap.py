@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -140,7 +141,7 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5),
     st.integers(1, 5), st.integers(1, 3),
     st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
-    st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2),
+    st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2), st.integers(0, 7), st.booleans(),
 )  # fmt: skip
 @examples(200)
 def test_whatever_is_generated_passes_the_checker(
@@ -162,15 +163,28 @@ def test_whatever_is_generated_passes_the_checker(
     gathers,
     later,
     further,
+    fewer,
+    whole,
 ) -> None:
-    cut = slice_sequence(slicing, length, min(degree, length), SliceCost.of_model(hidden, heads))
+    degree = min(degree, length)
+    cost = SliceCost.of_model(hidden, heads)
+    cut = slice_sequence(slicing, length, degree, cost, attention_degree=max(1, degree - fewer))
     assert cut.supplies()
     pp = max(p for p in range(1, pp + 1) if len(stages) % p == 0)
     stages = stages if pp > 1 else stages[:1]
     stages = (*stages[:-1], stages[-1] + (FURTHER,) * further)
     micro_batches *= pp  # interleaved 1F1B needs a multiple of pp
     graph = StepGraph(
-        tuple(stages), cut, pp, micro_batches, ragged, tuple(sorted(again)), training, gathers=gathers, later=tuple(sorted(later))
+        tuple(stages),
+        cut,
+        pp,
+        micro_batches,
+        ragged,
+        tuple(sorted(again)),
+        training,
+        gathers=gathers,
+        later=tuple(sorted(later)),
+        whole=whole,
     )
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
@@ -220,6 +234,23 @@ def test_gradients_of_weights_are_computed_while_rows_travel() -> None:
     step = position_list(graph, 0, Ordering())
     names = [f"{OP_KINDS[op.kind].letter.upper()}{op.direction}{op.layer}" for op in step[step.index(Op("head", "B", 1)) :]]
     assert " ".join(names) == ("HB1 MB1 CB1 HW1 EB1 DB1 EW1 RB1 AB1 MB0 CB0 AW1 EB0 DB0 EW0 RB0 AB0 IB0 AW0")
+
+
+def test_one_op_has_the_gradients_of_weights_of_all_pieces() -> None:
+    """It follows the backward of the last piece. Those of a head stay apart."""
+    graph = replace(graph_of(((MOE, MOE),), degree=2, later=("attention", "expert", "head")), whole=True)
+    step = position_list(graph, 0, Ordering(Overlap("aaam"), Overlap("aaam")))
+    check(graph, (step,))
+    names = [f"{OP_KINDS[op.kind].letter.upper()}{op.direction}{op.layer}{op.part}" for op in step if op.direction in "BW"]
+    assert " ".join(names[3:]) == (
+        "MB11 CB11 HW11 MB10 CB10 EB11 DB11 EB10 DB10 EW10 RB11 AB11 RB10 AB10 "
+        "MB01 CB01 AW10 MB00 CB00 EB01 DB01 EB00 DB00 EW00 RB01 AB01 IB01 RB00 AB00 IB00 AW00"
+    )
+    weights, last = Op("expert", "W", 1), Op("expert", "B", 1)
+    assert set(graph.needs(weights)) == {last, last._replace(part=1)}
+    early = tuple(moved for op in step if op != weights for moved in ((weights, op) if op == last else (op,)))
+    with pytest.raises(ScheduleError, match=r"expert W.* which it needs"):
+        check(graph, (early,))
 
 
 @pytest.mark.parametrize(("degree", "parts", "micro_batches"), [(1, 1, 2), (2, 1, 1), (1, 2, 2), (1, 2, 4), (2, 2, 2)])

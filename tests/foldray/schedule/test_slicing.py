@@ -23,13 +23,15 @@ SMALL = SliceCost.of_model(512, 8)
     st.integers(1, 1024),
     st.integers(1, 64),
     st.integers(1, 9),
+    st.integers(0, 24),
 )  # fmt: skip
-def test_any_slicing_is_whole_and_supplies_the_buffer(kind, units, degree, hidden, heads, multiple_of) -> None:
+def test_any_slicing_is_whole_and_supplies_the_buffer(kind, units, degree, hidden, heads, multiple_of, fewer) -> None:
     degree = min(degree, units)
-    found = slice_sequence(kind, units * multiple_of, degree, SliceCost.of_model(hidden, heads), multiple_of)
+    slices = max(1, degree - fewer)
+    found = slice_sequence(kind, units * multiple_of, degree, SliceCost.of_model(hidden, heads), multiple_of, slices)
+    assert (len(found.attention), len(found.moe)) == (slices, degree)
     for lengths in found:
         assert sum(lengths) == units * multiple_of
-        assert len(lengths) == degree
         assert min(lengths) >= 1
         assert all(length % multiple_of == 0 for length in lengths)
     assert list(found.moe) == sorted(found.moe, reverse=True)

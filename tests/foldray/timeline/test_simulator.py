@@ -24,6 +24,7 @@ from foldray.schedule import (
 )
 from foldray.schedule.slicing import SliceCost
 from foldray.timeline import Recording, length, merged, replay, simulate
+from foldray.timeline.recorded import slice_timings
 from tests.foldray.blocks import DENSE, MOE
 from tests.gate import examples
 
@@ -115,6 +116,14 @@ def test_recorded_costs_are_taken_where_they_were_least_held_up() -> None:
     assert [found.spans[op] for op in (a0, d0, a1, d1)] == [Span(0, 2), Span(4, 9), Span(2, 4), Span(9, 12)]
     assert [used.compute for used in found.usage] == [4, 8]
     assert found.seconds == 12
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_slices_share_an_op_for_the_weights_of_all_of_them(whole: bool) -> None:
+    graph = StepGraph(((MOE,),), Slicing((6, 2), (4, 4)), ragged=False, later=("attention",), whole=whole)
+    seconds = {"F": 1.0, "B": 2.0, "W": 8.0 if whole else 0.0}
+    spans = {op: Span(0.0, seconds[op.direction]) for op in graph.ops() if op.kind == "attention"}
+    assert sorted(slice_timings(graph, spans, ranks=2)) == [(4, 16, 3.0 + 2.0 * whole), (12, 12, 3.0 + 6.0 * whole)]
 
 
 def test_a_pipeline_is_simulated_too() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foldray.activations import Activation
+from tests.trainers.powercap import FOLDER, use
 
 
 class Odd(Exception):
@@ -19,7 +20,13 @@ class Odd(Exception):
 
 
 def fail_at(up_NW: Tensor) -> Tensor:
-    """Square the values. The file FAULTY has the kind of error, and the number of the training step that it comes in."""
+    """Square the values. The file FAULTY has the kind of error, and the number of the training step that it comes in.
+
+    Each rank uses a processor of its own: rank r takes r + 1 joules for a call.
+    """
+    if FOLDER:
+        rank = torch.distributed.get_rank()
+        use(Path(FOLDER), rank, rank + 1)
     gate_NF, value_NF = up_NW.chunk(2, -1)
     found = Path(os.environ.get("FAULTY", "/nowhere"))
     if found.exists() and torch.is_grad_enabled():

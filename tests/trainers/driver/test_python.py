@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
@@ -16,6 +18,7 @@ from ray.train import Checkpoint, CheckpointConfig, Result, RunConfig, TrainingF
 
 from foldray.recipe import Recipe
 from tests.pool import repository
+from tests.trainers.powercap import make
 from trainers import FoldTrainer, Model
 from trainers.data.packed import PackedData
 from trainers.sinks.run_folder import read_history
@@ -67,9 +70,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("python")
 
 
+def environment(place: Path) -> dict[str, Any]:
+    return {"env_vars": {"FAULTY": str(place / "flag"), "POWERCAP": str(place / "powercap")}}
+
+
 @pytest.fixture(scope="module")
 def failed(place: Path, ray_session: None) -> Exception:
     """The error of a run whose activation fails in step 4, on a storage with a relative path."""
+    make(place / "powercap", 2)
     flag = place / "flag"
     flag.write_text("odd 7")  # two blocks, so the fourth step
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +86,7 @@ def failed(place: Path, ray_session: None) -> Exception:
             Recipe.parse(RECIPE),
             datasets={"train": dataset(TEXTS[40:]), "validation": lambda: dataset(TEXTS[:40])},
             run_config=RunConfig(
-                name="mine", storage_path="runs", callbacks=[Told(place)], worker_runtime_env={"env_vars": {"FAULTY": str(flag)}}
+                name="mine", storage_path="runs", callbacks=[Told(place)], worker_runtime_env=environment(place)
             ),
         )
         with pytest.raises(TrainingFailedError) as told:
@@ -92,7 +100,7 @@ def result(place: Path, failed: Exception) -> Result:
     """The result of the same run, restored."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        config = RunConfig(callbacks=[Told(place)], checkpoint_config=CHECKPOINTS)
+        config = RunConfig(callbacks=[Told(place)], checkpoint_config=CHECKPOINTS, worker_runtime_env=environment(place))
         return FoldTrainer.restore("runs/mine", run_config=config, trust=True).fit()
 
 
@@ -122,6 +130,15 @@ def test_a_result_is_filled_as_ray_documents_it(result: Result, place: Path) -> 
     assert result.metrics["validation/bits_per_byte"] == validation["bits_per_byte"]
     assert result.checkpoint is not None
     assert Path(result.checkpoint.path) == place / "runs" / "mine" / "step_00000006"
+
+
+def test_steps_have_the_joules_of_all_processors(result: Result, place: Path) -> None:
+    """A step calls the activation of two blocks in both directions. Validations, which call it as well, are left out."""
+    run = place / "runs" / "mine"
+    joules = read_history(run).steps.column("step_energy_j")
+    assert [math.isnan(value) for value in joules] == [True, False, True, False, False, False], "both attempts begin without"
+    assert joules[~np.isnan(joules)] == pytest.approx(2 * 2 * (1 + 2))
+    assert json.loads((run / "run.json").read_text())["token_energy_j"] == pytest.approx(12 / (8 * 32))
 
 
 def test_checkpoints_are_kept_by_their_score(result: Result, place: Path) -> None:

@@ -38,19 +38,20 @@ training: {global_batch: 4, micro_batch: 2}
 
 @pytest.mark.nightly("a whole measurement")
 def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
-    asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4:1"]
+    asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4/2:1"]
     assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
     document = json.loads(capsys.readouterr().out)
     results = document["results"]
     if (cost := document["slice_cost"]) is not None:  # such short slices may show only noise
         assert len(cost) == 2
         assert min(cost) >= 0 < max(cost)
-    assert [(r["schedule"], r["degree"], r["slicing"]) for r in results] == [
-        ("sequential", 1, "whole"), ("one_a_one_m", 2, "token_uniform"), ("stream", 4, "time_uniform"),
+    assert [(r["schedule"], r["degree"], r["attention_degree"], r["slicing"]) for r in results] == [
+        ("sequential", 1, None, "whole"), ("one_a_one_m", 2, None, "token_uniform"), ("stream", 4, 2, "time_uniform"),
     ]  # fmt: skip
     keys = {
         "schedule",
         "degree",
+        "attention_degree",
         "slicing",
         "reduction",
         "batch_degree",
@@ -63,7 +64,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         "compute_ms",
     }
     for result in results:
-        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms"}
+        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms", "energy_j"}
         step = result["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
         recorded = result["forward_ms"] + result["backward_ms"]  # of other steps than the timed ones, so only the unit is certain
@@ -109,9 +110,9 @@ def test_workers_of_their_own_are_measured_and_drawn(ray_session, recipe: Path, 
     [
         (["bench", "--rounds", "0"], "rounds=0: must be at least 1"),
         (["bench", "--schedule", "steam:4"], "schedule=steam:4: names no kind of schedule; legal: sequential, moe_only"),
-        (["bench", "--schedule", "one_a_one_m:4@0"], "has a 0; degrees, lags and parts are at least 1"),
-        (["bench", "--schedule", "stream:4:0"], "schedule=stream:4:0: has a 0; degrees, lags and parts are at least 1"),
-        (["bench", "--schedule", "stream:4:x"], "schedule=stream:4:x: must read KIND:DEGREE:LAG:BACKWARD_LAG"),
+        (["bench", "--schedule", "one_a_one_m:4@0"], "has a 0; degrees, slices, lags and parts are at least 1"),
+        (["bench", "--schedule", "stream:4:0"], "schedule=stream:4:0: has a 0; degrees, slices, lags and parts are at least 1"),
+        (["bench", "--schedule", "stream:4:x"], "schedule=stream:4:x: must read KIND:DEGREE/SLICES:LAG:BACKWARD_LAG"),
         (["bench", "--schedule", "stream-ahead=1:4"], "must have a number behind ahead=, which only found kinds have"),
         (["bench", "--schedule", "list-ahead=inf:2"], "must have a number behind ahead=, which only found kinds have"),
         (["bench", "--schedule", "stream:99"], "schedule.degree=99: a sequence of 64 tokens has at most 64 slices; legal: 1…64"),

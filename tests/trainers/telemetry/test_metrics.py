@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ OWN = {**MODEL, "tracking": {"metrics": [f"{__name__}:WATTS"]}}
 
 
 def test_every_metric_is_measured() -> None:
-    totals = Totals(8, 2.0, 1.0, 0.1, None, 0.0, torch.zeros(0, 4, dtype=torch.int64), {}, False, False)
+    totals = Totals(8, 2.0, 1.0, 0.1, None, 0.0, torch.zeros(0, 4, dtype=torch.int64), {}, 6.0, False, False)
     finished = Finished(Recipe.parse(OWN), totals, 1e-3, 0.5, 2.0, True, 0, 6e9, 1e12, 2e12, None)
     found = {metric.name: metric.measure(finished) for metric in metrics_of(finished.recipe)}
     assert found["mfu"] == 6e9 / 2.0 / 1e12
     assert found["product_share"] == 6e9 / 2.0 / 2e12
     assert (found["loss"], found["lr"], found["trained_tokens"], found["watts"]) == (2.0, 1e-3, 8, 350.0)
+    tokens = finished.recipe.training.global_batch * finished.recipe.data.seq_len
+    assert (found["step_energy_j"], found["token_energy_j"]) == (6.0, 6.0 / tokens)
+    unread = finished._replace(totals=totals._replace(joules=math.nan))
+    assert {metric.measure(unread) for metric in METRICS if "energy" in metric.name} == {None}
     assert (found["balance_loss"], found["drop_rate"], found["dead_experts"]) == (None, None, None), "there is no MoE layer"
 
 
