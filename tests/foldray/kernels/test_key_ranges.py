@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from foldray.kernels import attention
 from foldray.kernels.attention import attend, attend_backward, merge
 from foldray.kernels.key_ranges import KeyRanges, Spans
 from tests.foldray.packed import WAYS, packed
@@ -106,6 +108,7 @@ def test_what_packed_sequences_cannot_say_is_not_said() -> None:
     assert KeyRanges(np.array([[0, 1, 0]]), np.array([[1, 2, 3]]), 3).spans(1) is None
 
 
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("value_dim", [8, 6])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("way", ["packed", "plain"])
@@ -138,3 +141,39 @@ def test_what_packed_sequences_express_reaches_their_kernel() -> None:
         out, lse = attend(q, k, k, ranges)
         attend_backward(out, q, k, k, out, lse, ranges)
     assert aten.calls == 2
+
+
+def test_runs_of_one_query_stay_apart() -> None:
+    """Kernels may take all runs to have one query if the longest has, and here some have none."""
+    ranges = _ranges(range(4, 8), range(8), [[4, 5, 6, 7]], None)
+    q, k = torch.randn(1, 4, 4, 8, dtype=torch.float64), torch.randn(1, 2, 8, 8, dtype=torch.float64)
+    with packed() as aten:
+        out, _ = attend(q, k, k, ranges)
+    assert aten.calls == 1
+    assert torch.allclose(out, k[:, :, 4:].repeat_interleave(2, dim=1), atol=1e-12)
+
+
+def test_the_kernel_takes_16_bits_and_heads_up_to_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for capability in ((7, 5), (8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with FakeTensorMode():
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for width in (100, 256, 264):
+                    q, v = (torch.empty(1, 2, 8, each, device="cuda", dtype=dtype) for each in (64, width))
+                    found[capability, dtype, width] = attention._packs(q, v)
+                    assert not attention._takes_fused(q, v, _ranges(range(8), range(8), [[3]], None))
+    assert {key for key, taken in found.items() if taken} == {
+        (capability, dtype, width)
+        for capability in ((8, 0), (9, 0)) for dtype in (torch.bfloat16, torch.float16) for width in (100, 256)
+    }  # fmt: skip
+    assert not attention._packs(*(torch.empty(1, 2, 8, 8) for _ in range(2)))
+
+
+@pytest.mark.parametrize("way", ["packed", "plain"])
+def test_there_may_be_no_sequence(way: str) -> None:
+    q, k, ranges = torch.empty(0, 4, 24, 8), torch.empty(0, 2, 24, 8), _ranges(range(24), range(24), [[5]], 3)
+    with WAYS[way]():
+        out, lse = attend(q, k, k, ranges)
+        gradients = attend_backward(out, q, k, k, out, lse, ranges)
+    assert [x.shape for x in (out, lse, *gradients)] == [q.shape, q.shape[:3], q.shape, k.shape, k.shape]

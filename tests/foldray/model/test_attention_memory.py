@@ -22,6 +22,7 @@ from foldray.blueprint import AttentionSpec, Layout, ModelSpec
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.kernels import attention as kernels
+from foldray.kernels.attention import attend, attend_backward
 from foldray.kernels.key_ranges import KeyRanges
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
@@ -137,7 +138,10 @@ def _masks(case: Case, cut: Cut, hidden: bool) -> list[AttentionMask]:
 
 
 def _peak(case: Case, cut: Cut, groups: dict[int, Groups], hidden: bool = True) -> int:
-    """Return the most bytes beside inputs, over the forward and the backward of all slices."""
+    """Return the most bytes beside inputs, over the forward and the backward of all slices.
+
+    Without `hidden`, attention is causal and has no sinks.
+    """
     spec, ring = case.spec, groups[cut.cp].context
     query, key = (spec.heads, spec.key_dim), (spec.kv_heads, spec.key_dim)
     heads = query, key, (spec.kv_heads, spec.value_dim), (spec.heads, spec.value_dim)
@@ -148,7 +152,11 @@ def _peak(case: Case, cut: Cut, groups: dict[int, Groups], hidden: bool = True) 
             slices = [[torch.empty((*shape, *each), dtype=case.dtype).transpose(1, 2) for each in heads] for _ in masks]
             sinks = [torch.empty(spec.heads).requires_grad_()] if hidden and spec.sinks else []
             with Live({storage(x)[0] for each in slices for x in each}) as live:
-                _there_and_back(slices, masks, sinks, ring, cut.mode)
+                if hidden or cut != Cut():
+                    _there_and_back(slices, masks, sinks, ring, cut.mode)
+                else:  # nothing but the kernel
+                    (q, k, v, dout), *_ = slices
+                    attend_backward(dout, q, k, v, *attend(q, k, v, "causal"), "causal")
     return live.peak
 
 

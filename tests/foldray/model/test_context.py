@@ -21,7 +21,7 @@ from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode as Mode
 from foldray.model.context import context_attention
 from tests.foldray.model.sequences import ALL, HEADS, RANGED, Asked, B, D, L, data_of, masks, reference
-from tests.foldray.packed import WAYS
+from tests.foldray.packed import WAYS, packed
 
 MODES: list[Mode] = ["ring", "all_gather"]
 WHOLE = Asked()
@@ -223,6 +223,12 @@ def test_mistakes_are_named() -> None:
         context_attention(q, k, v, alone, "rings", mask)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"whole sequences have \(2, 48\)"):
         context_attention(q, k, v, alone, "ring", AttentionMask(range(L), L, mask.shards, 0, torch.zeros(B, 5)))
+
+
+def test_a_gpu_refuses_documents_whose_numbers_come_again() -> None:
+    (mask,) = masks([range(L)], 1, 0, Asked("numbers that come again"))
+    with packed(), pytest.raises(ValueError, match="need a number for each document"):
+        list(mask.visible_parts(range(L), [range(L)]))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from foldray.model import slices as module
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.slices import KVCache, slice_attention
 from tests.foldray.model.sequences import ALL, HEADS, RANGED, Asked, B, D, L, data_of, masks, reference
-from tests.foldray.packed import WAYS
+from tests.foldray.packed import WAYS, packed
 
 WHOLE = Asked()
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
@@ -132,3 +132,13 @@ def test_documents_that_lie_elsewhere_are_not_met() -> None:
     assert [part.keys for part in parts[2]] == [slice(24, 36), slice(36, 48)]
     assert parts[2][0].mask is None
     assert parts[2][1].mask == "causal"
+
+
+def test_on_a_gpu_one_part_has_all_keys_that_are_met_and_no_later_ones() -> None:
+    segment_BL = torch.arange(4).repeat_interleave(12).repeat(B, 1)
+    mask = AttentionMask(range(L), L, [[range(8), range(40, 48)], [range(8, 16), range(32, 40)]], 1, segment_BL)
+    with packed():
+        parts = [[part.keys for part in mask.visible_parts(queries, mask.sequence)] for queries in mask.held]
+        plain = [(part.keys, part.mask) for part in mask.visible_parts(range(40, 48), [range(32, 40), range(40, 48)])]
+    assert parts == [[slice(0, 16)], [slice(16, 24)]]  # behind the first chunk and the second, the sequence has a gap
+    assert plain == [(slice(4, 8), None), (slice(8, 16), "causal")]  # one document needs no ranges
