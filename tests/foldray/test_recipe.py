@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from foldray import MissingPackage, Recipe, UserError
-from foldray.recipe import describe, slow_on_gpu
+from foldray.recipe import describe
 from foldray.recipe.page import key_help, page
 from foldray.recipe.reading import sections
 from foldray.schedule import Slicing
@@ -426,34 +426,6 @@ def test_folds_that_do_not_fit_are_refused_with_what_would(sections, field, valu
     assert rule in found.rule
     assert str(found).startswith(f"{field}=")
     assert "\n" not in str(found)
-
-
-@pytest.mark.parametrize(
-    ("sections", "found"),
-    [
-        ({"schedule": {"degree": 1}}, None),
-        ({"schedule": {"kind": "moe_only"}}, None),
-        ({"cluster": {"gpu": False}}, None),
-        ({"data": {"mask_documents": False}}, None),
-        ({}, "schedule.degree=4 with kind=stream: cuts attention into pieces, and with data.mask_documents"),
-        ({"schedule": {"degree": 1, "degrees": [1, 2]}}, "schedule.degree=2"),
-        ({"schedule": {"attention_degree": 2}}, "schedule.attention_degree=2"),
-        ({"schedule": {"attention_degree": 1}}, None),
-        ({"data": {"mask_documents": False}, "model": {"windows": ["full", "sliding:8"]}}, "model.windows"),
-        ({"schedule": {"degree": 1}, "fold": {"cp": 2}}, "fold.cp=2"),
-    ],
-    ids=str,
-)
-def test_pieces_of_attention_that_have_no_fused_kernel_are_told(sections, found):
-    slow = {"schedule": {"kind": "stream", "degree": 4}, "data": {"mask_documents": True}, "cluster": {"gpu": True}}
-    told = slow_on_gpu(
-        Recipe.parse(folded(**{key: {**slow.get(key, {}), **sections.get(key, {})} for key in {**slow, **sections}}))
-    )
-    assert told is None if found is None else found in str(told)
-
-
-def test_shipped_recipes_have_a_fused_kernel():
-    assert {path.stem: told for path in SHIPPED if (told := slow_on_gpu(Recipe.load(path)))} == {}
 
 
 @pytest.mark.parametrize("kind", ["stream", "list", "moe_only"])
