@@ -525,6 +525,11 @@ def test_every_key_is_described_once_and_its_default_is_legal():
             assert default in choices or "null" in choices, key
 
 
+def test_off_is_a_word_though_yaml_takes_it_for_a_number():
+    path = ROOT / "recipes" / "quickstart.yaml"
+    assert [Recipe.load(path, [f"schedule.graphs={word}"]).schedule.graphs for word in ("off", "check")] == ["off", "check"]
+
+
 def test_every_key_is_described_in_whole_sentences():
     for key, _, _, meaning in describe(Recipe):
         assert re.fullmatch(r"[A-Z`].{15,}\.", meaning), f"{key}: {meaning!r}"
