@@ -8,12 +8,16 @@ log-sum-exp of the *merged* attention.
 
 Legend: B sequences, N query heads, G key/value heads (G divides N; query head n reads key/value head n // (N / G)), S
 queries, T keys, D head size; values may have another width V. A mask is None (all keys), "causal" (S = T, query i sees keys
-0…i) or bool [B or 1, 1, S, T], true where a query sees a key.
+0…i), `KeyRanges`, or bool [B or 1, 1, S, T], true where a query sees a key.
+
+Kernels never hold the scores [B, N, S, T]. Where none fits, plain products hold those of some queries at a time: on a GPU, in
+float32 and float64, with bool masks, and with ranges of keys that no packed sequences express.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import torch
@@ -22,8 +26,11 @@ from torch import Tensor
 
 from foldray.kernels import fused
 from foldray.kernels.autograd import at_least_float32
+from foldray.kernels.key_ranges import KeyRanges, Spans
 
-Mask: TypeAlias = Tensor | Literal["causal"] | None
+Mask: TypeAlias = Tensor | KeyRanges | Literal["causal"] | None
+
+_MOST_SCORES = 2**25  # that plain products hold at once: 128 MiB in float32
 
 _aten = torch.ops.aten
 
@@ -34,9 +41,13 @@ def attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask = None) ->
     For a query that sees no key, the output is 0 and the log-sum-exp is −inf. The output may have a wider type than the
     inputs.
     """
-    if not _takes_fused(q_BNSD, v_BGTD, mask):
+    spans = _spans(q_BNSD, v_BGTD, mask)
+    if spans is None and not _takes_fused(q_BNSD, v_BGTD, mask):
         return _attend_plain(q_BNSD, k_BGTD, v_BGTD, mask)
     scale, value_dim = q_BNSD.shape[-1] ** -0.5, v_BGTD.shape[-1]
+    if spans is not None:
+        out_BNSD, lse_BNS = _attend_packed(q_BNSD, k_BGTD, v_BGTD, spans, scale)
+        return out_BNSD[..., :value_dim], lse_BNS
     q_BNSD, k_BGTD, v_BGTD = _one_width(q_BNSD, k_BGTD, v_BGTD)
     if q_BNSD.device.type == "cpu":
         out_BNSD, lse_BNS = _attend_cpu(q_BNSD, k_BGTD, v_BGTD, mask, scale)
@@ -58,26 +69,16 @@ def attend_backward(
 
     Output and log-sum-exp must be merged over *all* parts that these queries attend to.
     """
-    if not _takes_fused(q_BNSD, v_BGTD, mask):
+    spans = _spans(q_BNSD, v_BGTD, mask)
+    if spans is None and not _takes_fused(q_BNSD, v_BGTD, mask):
         return _attend_plain_backward(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD, lse_BNS, mask)
     scale, key_dim, value_dim = q_BNSD.shape[-1] ** -0.5, k_BGTD.shape[-1], v_BGTD.shape[-1]
-    inputs = (*_one_width(dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD), lse_BNS.contiguous())
-    if q_BNSD.device.type == "cpu":
-        dq_BNSD, dk_BGTD, dv_BGTD = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, 0.0, mask == "causal", attn_mask=_bias(mask, q_BNSD.dtype), scale=scale
-        )
+    inputs = (dout_BNSD, q_BNSD, k_BGTD, v_BGTD, out_BNSD)
+    if spans is not None:
+        gradients = _attend_packed_backward(inputs, lse_BNS, spans, scale)
     else:
-        # None for the cumulative lengths means that all sequences have one length. Only dropout reads the generator's state.
-        lengths, causal = (None, None, q_BNSD.shape[2], k_BGTD.shape[2]), mask == "causal"
-        if _takes_cudnn(inputs[1]):
-            unused = torch.empty((), dtype=torch.int64, device=q_BNSD.device)
-            backward, lse_BNS1 = _aten._scaled_dot_product_cudnn_attention_backward, inputs[-1].unsqueeze(-1)
-            gradients = backward(*inputs[:-1], lse_BNS1, unused, unused, None, *lengths, 0.0, causal, scale=scale)
-        else:
-            unused = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
-            backward = _aten._scaled_dot_product_flash_attention_backward
-            gradients = backward(*inputs, *lengths, 0.0, causal, unused, unused, scale=scale)
-        dq_BNSD, dk_BGTD, dv_BGTD = gradients
+        gradients = _fused_backward((*_one_width(*inputs), lse_BNS.contiguous()), mask, scale)
+    dq_BNSD, dk_BGTD, dv_BGTD = gradients
     return dq_BNSD[..., :key_dim], dk_BGTD[..., :key_dim], dv_BGTD[..., :value_dim]
 
 
@@ -125,27 +126,103 @@ def _attend_cpu(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask, scal
     return out_BNSD, lse_BNS
 
 
+def _fused_backward(inputs: tuple[Tensor, ...], mask: Mask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` for heads of one width. The inputs are the output's gradient, q, k, v, the output and the log-sum-exp."""
+    q_BNSD, k_BGTD, lse_BNS, causal = inputs[1], inputs[2], inputs[-1], mask == "causal"
+    if q_BNSD.device.type == "cpu":
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*inputs, 0.0, causal, attn_mask=_bias(mask, q_BNSD.dtype), scale=scale)
+    # None for the cumulative lengths means that all sequences have one length. Only dropout reads the generator's state.
+    lengths = (None, None, q_BNSD.shape[2], k_BGTD.shape[2])
+    if _takes_cudnn(q_BNSD):
+        unused = torch.empty((), dtype=torch.int64, device=q_BNSD.device)
+        backward, lse_BNS1 = _aten._scaled_dot_product_cudnn_attention_backward, lse_BNS.unsqueeze(-1)
+        return backward(*inputs[:-1], lse_BNS1, unused, unused, None, *lengths, 0.0, causal, scale=scale)
+    unused = torch.empty(2, dtype=torch.uint64, device=q_BNSD.device)
+    backward = _aten._scaled_dot_product_flash_attention_backward
+    return backward(*inputs, *lengths, 0.0, causal, unused, unused, scale=scale)
+
+
+def _attend_packed(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    """`attend` with the kernel of packed sequences. Its outputs lie token by token."""
+    packed, forward = _one_width(*map(_packed, (q_BNSD, k_BGTD, v_BGTD))), _aten._flash_attention_forward
+    lengths, window = (*spans[:4], 0.0, spans.causal), spans.window
+    out_QND, lse_NQ = forward(*packed, *lengths, False, scale=scale, window_size_left=window)[:2]
+    if spans.blind:
+        lse_NQ = lse_NQ.masked_fill(lse_NQ == math.inf, -math.inf)  # which `merge` takes for no weight
+    return out_QND.unflatten(0, _sizes(q_BNSD)).transpose(1, 2), lse_NQ.unflatten(1, _sizes(q_BNSD)).transpose(0, 1)
+
+
+def _attend_packed_backward(
+    inputs: tuple[Tensor, ...], lse_BNS: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` with the kernel of packed sequences. The inputs are the output's gradient, q, k, v and the output."""
+    packed, lse_NQ = _one_width(*map(_packed, inputs)), lse_BNS.transpose(0, 1).flatten(1).contiguous()
+    unused, backward = torch.empty(2, dtype=torch.uint64, device=lse_BNS.device), _aten._flash_attention_backward
+    lengths, window = (*spans[:4], 0.0, spans.causal), spans.window
+    gradients = backward(*packed, lse_NQ, *lengths, unused, unused, scale=scale, window_size_left=window)
+    dq, dk, dv = (x.unflatten(0, _sizes(like)).transpose(1, 2) for x, like in zip(gradients, inputs[1:4], strict=True))
+    return dq, dk, dv
+
+
+def _packed(x_BNSD: Tensor) -> Tensor:
+    """Return a sequence behind the other: [B, N, S, D] → [B · S, N, D]. Of one sequence, this is a view."""
+    return x_BNSD.transpose(1, 2).flatten(0, 1)
+
+
+def _sizes(x_BNSD: Tensor) -> tuple[int, int]:
+    return x_BNSD.shape[0], x_BNSD.shape[2]
+
+
 def _attend_plain(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """`attend` with plain products in at least float32, on any device. It holds all scores [B, N, S, T] at once."""
-    score_BGRST, v_BG1TD = _scores(q_BNSD, k_BGTD, mask), _wide(v_BGTD).unsqueeze(2)
-    lse_BGRS = score_BGRST.logsumexp(-1)
-    out_BGRSD = (score_BGRST - _finite(lse_BGRS).unsqueeze(-1)).exp() @ v_BG1TD
-    return out_BGRSD.flatten(1, 2), lse_BGRS.flatten(1, 2)
+    """`attend` with plain products in at least float32, on any device, for some queries at a time."""
+    outs, lses = [], []
+    for queries, keys, seen in _blocks(q_BNSD, k_BGTD, mask):
+        score_BGRST = _scores(q_BNSD[:, :, queries], k_BGTD[:, :, keys], seen)
+        lse_BGRS = score_BGRST.logsumexp(-1)
+        weight_BGRST = (score_BGRST - _finite(lse_BGRS).unsqueeze(-1)).exp()
+        outs.append((weight_BGRST @ _wide(v_BGTD[:, :, keys]).unsqueeze(2)).flatten(1, 2))
+        lses.append(lse_BGRS.flatten(1, 2))
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 2), torch.cat(lses, 2))
 
 
 def _attend_plain_backward(
     dout_BNSD: Tensor, q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k_BGTD.shape[1]
-    q_BGRSD, dout_BGRSD, out_BGRSD = (_by_group(_wide(x), groups) for x in (q_BNSD, dout_BNSD, out_BNSD))
-    k_BG1TD, v_BG1TD = _wide(k_BGTD).unsqueeze(2), _wide(v_BGTD).unsqueeze(2)
-    lse_BGRS1 = _by_group(_finite(lse_BNS), groups).unsqueeze(-1)
-    p_BGRST = (_scores(q_BNSD, k_BGTD, mask) - lse_BGRS1).exp()
-    delta_BGRS1 = (dout_BGRSD * out_BGRSD).sum(-1, keepdim=True)
-    dscore_BGRST = p_BGRST * (dout_BGRSD @ v_BG1TD.mT - delta_BGRS1) * q_BNSD.shape[-1] ** -0.5
-    # The query heads of a group share a key/value head, so the gradient of that head is a sum over the group.
-    dk_BGTD, dv_BGTD = (dscore_BGRST.mT @ q_BGRSD).sum(2), (p_BGRST.mT @ dout_BGRSD).sum(2)
-    return (dscore_BGRST @ k_BG1TD).flatten(1, 2), dk_BGTD, dv_BGTD
+    groups, scale, dqs = k_BGTD.shape[1], q_BNSD.shape[-1] ** -0.5, []
+    dk_BGTD, dv_BGTD = (torch.zeros_like(x, dtype=at_least_float32(x)) for x in (k_BGTD, v_BGTD))
+    lse_BNS1 = _finite(lse_BNS).unsqueeze(-1)
+    for queries, keys, seen in _blocks(q_BNSD, k_BGTD, mask):
+        chosen = (x[:, :, queries] for x in (q_BNSD, dout_BNSD, out_BNSD, lse_BNS1))
+        q_BGRSD, dout_BGRSD, out_BGRSD, lse_BGRS1 = (_by_group(_wide(x), groups) for x in chosen)
+        k_BG1TD, v_BG1TD = (_wide(x[:, :, keys]).unsqueeze(2) for x in (k_BGTD, v_BGTD))
+        p_BGRST = (_scores(q_BNSD[:, :, queries], k_BGTD[:, :, keys], seen) - lse_BGRS1).exp()
+        delta_BGRS1 = (dout_BGRSD * out_BGRSD).sum(-1, keepdim=True)
+        dscore_BGRST = p_BGRST * (dout_BGRSD @ v_BG1TD.mT - delta_BGRS1) * scale
+        # The query heads of a group share a key/value head, so the gradient of that head is a sum over the group.
+        dk_BGTD[:, :, keys] += (dscore_BGRST.mT @ q_BGRSD).sum(2)
+        dv_BGTD[:, :, keys] += (p_BGRST.mT @ dout_BGRSD).sum(2)
+        dqs.append((dscore_BGRST @ k_BG1TD).flatten(1, 2))
+    return torch.cat(dqs, 2), dk_BGTD, dv_BGTD
+
+
+def _blocks(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yield runs of queries whose scores fit `_MOST_SCORES`, each with the keys that it sees, and its mask."""
+    (sequences, heads, queries), keys = q_BNSD.shape[:3], k_BGTD.shape[2]
+    most = _MOST_SCORES // max(1, sequences * heads)
+    # So many queries see at most `mask.widest` keys and as many more as there are queries.
+    spare = math.isqrt(mask.widest**2 + 4 * most) - mask.widest if isinstance(mask, KeyRanges) else 0
+    size = max(1, most // max(1, keys), spare // 2)
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        rows = slice(start, stop)
+        if isinstance(mask, KeyRanges):
+            yield rows, *mask.seen(rows)
+        elif mask == "causal":
+            ones_11ST = torch.ones((1, 1, stop - start, stop), dtype=torch.bool, device=q_BNSD.device)
+            yield rows, slice(0, stop), ones_11ST.tril(start)
+        else:
+            yield rows, slice(0, keys), None if mask is None else mask[:, :, rows]
 
 
 def _by_group(x_BNX: Tensor, groups: int) -> Tensor:
@@ -153,25 +230,35 @@ def _by_group(x_BNX: Tensor, groups: int) -> Tensor:
     return x_BNX.unflatten(1, (groups, x_BNX.shape[1] // groups))
 
 
-def _scores(q_BNSD: Tensor, k_BGTD: Tensor, mask: Mask) -> Tensor:
+def _scores(q_BNSD: Tensor, k_BGTD: Tensor, seen_B1ST: Tensor | None) -> Tensor:
     q_BGRSD = _by_group(_wide(q_BNSD), k_BGTD.shape[1])
     score_BGRST = q_BGRSD @ _wide(k_BGTD).unsqueeze(2).mT * q_BNSD.shape[-1] ** -0.5
-    if mask is None:
-        return score_BGRST
-    if isinstance(mask, Tensor):
-        return score_BGRST.masked_fill(~mask.unsqueeze(2), -math.inf)
-    seen_ST = torch.ones(score_BGRST.shape[-2:], dtype=torch.bool, device=q_BNSD.device).tril()
-    return score_BGRST.masked_fill(~seen_ST, -math.inf)
+    return score_BGRST if seen_B1ST is None else score_BGRST.masked_fill(~seen_B1ST.unsqueeze(2), -math.inf)
+
+
+def takes_fused(q_BNSD: Tensor, v_BGTD: Tensor) -> bool:
+    """Whether fused kernels take these tensors. CUDA's take 16 bits and head sizes up to 256."""
+    if q_BNSD.device.type != "cuda":
+        return q_BNSD.device.type == "cpu"
+    if q_BNSD.dtype not in (torch.float16, torch.bfloat16) or max(q_BNSD.shape[-1], v_BGTD.shape[-1]) > 256:
+        return False
+    return torch.cuda.get_device_capability(q_BNSD.device) >= (8, 0)
 
 
 def _takes_fused(q_BNSD: Tensor, v_BGTD: Tensor, mask: Mask) -> bool:
-    """Whether fused kernels take these tensors. CUDA's take no bool masks, and only head sizes in steps of 8 up to 256."""
-    if q_BNSD.device.type != "cuda":
-        return q_BNSD.device.type == "cpu"
-    if isinstance(mask, Tensor) or q_BNSD.dtype not in (torch.float16, torch.bfloat16):
+    """Whether fused kernels take these tensors with this mask. The CPU's take bool masks."""
+    if isinstance(mask, KeyRanges) or (isinstance(mask, Tensor) and q_BNSD.device.type != "cpu"):
         return False
-    width = max(q_BNSD.shape[-1], v_BGTD.shape[-1])
-    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(q_BNSD.device) >= (8, 0)
+    return takes_fused(q_BNSD, v_BGTD)
+
+
+def _spans(q_BNSD: Tensor, v_BGTD: Tensor, mask: Mask) -> Spans | None:
+    """Return the spans of a mask, if the kernel of packed sequences takes them."""
+    return mask.spans(len(q_BNSD)) if isinstance(mask, KeyRanges) and _packs(q_BNSD, v_BGTD) else None
+
+
+def _packs(q_BNSD: Tensor, v_BGTD: Tensor) -> bool:
+    return q_BNSD.device.type == "cuda" and len(q_BNSD) > 0 and takes_fused(q_BNSD, v_BGTD)
 
 
 def _takes_cudnn(q_BNSD: Tensor) -> bool:
@@ -203,6 +290,7 @@ def _one_width(*tensors: Tensor) -> list[Tensor]:
     a tensor is copied.
     """
     width = max(x.shape[-1] for x in tensors)
+    width = width if tensors[0].device.type == "cpu" else -(-width // 8) * 8  # the step of CUDA's kernels
     padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 

@@ -23,6 +23,7 @@ from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec, ScalingSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
 from foldray.kernels import fused
+from foldray.kernels.attention import takes_fused
 from foldray.kernels.autograd import Later, product
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
@@ -195,8 +196,9 @@ class Attention(nn.Module, ABC):
     ) -> torch.Tensor:
         if memory is not None and not mask.whole:
             return slice_attention(q_BNSD, memory, mask, k_BGSD, v_BGSV, self.sinks)
-        plain = self.sinks is None and self.share.key_dim == self.share.value_dim
-        if self.ring.size > 1 or not plain:  # torch's fused attention has no sinks, and one width of heads
+        # torch's fused attention has no sinks, one width of heads and no ranges of keys, and may hold all scores of wide types.
+        plain = self.sinks is None and self.share.key_dim == self.share.value_dim and takes_fused(q_BNSD, v_BGSV)
+        if self.ring.size > 1 or not plain or mask.hides_ranges:
             return context_attention(q_BNSD, k_BGSD, v_BGSV, self.ring, self.context, mask, self.sinks)
         return whole_attention(q_BNSD, k_BGSD, v_BGSV, mask)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
-from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
+from foldray.kernels.attention import Mask, attend, attend_backward, by_token, merge, sinks_backward, with_sinks
 from foldray.kernels.autograd import at_least_float32
 from foldray.model.attention_mask import AttentionMask, Part
 
@@ -59,7 +59,32 @@ def context_attention(
     shape, segment_BL = (q_BNSD.shape[0], q_BNSD.shape[2] * communicator.size), mask.segment_BL
     if segment_BL is not None and segment_BL.shape != shape:
         raise ValueError(f"segment_BL has shape {tuple(segment_BL.shape)}; whole sequences have {shape}")
+    if mask.alone:
+        ((part,),) = mask.parts
+        return _WholeAttention.apply(q_BNSD, k_BGSD, v_BGSD, part.mask, sink_N)
     return _ContextAttention.apply(q_BNSD, k_BGSD, v_BGSD, communicator, mode, mask, sink_N)
+
+
+class _WholeAttention(torch.autograd.Function):
+    """Attention of whole sequences that one rank holds. There is one part, so nothing is merged and no gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Mask, sink_N: Tensor | None) -> Tensor:
+        out_BNSD, lse_BNS = attend(q_BNSD, k_BGSD, v_BGSD, mask)
+        if sink_N is not None:
+            out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
+        out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
+        ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
+        ctx.mask = mask
+        return out_BNSD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
+        dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
+        dq_BNSD, dk_BGSD, dv_BGSD = attend_backward(grads[0], q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, ctx.mask)
+        return dq_BNSD.to(q_BNSD.dtype), dk_BGSD.to(k_BGSD.dtype), dv_BGSD.to(v_BGSD.dtype), None, dsink_N
 
 
 class _ContextAttention(torch.autograd.Function):

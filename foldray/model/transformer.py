@@ -279,7 +279,8 @@ class Transformer(nn.Module):
         places = self._places[length, device]
         if batch.segment_BL is None:
             return places
-        masks = (self._masks(length, part, device, batch.segment_BL) for part in slices)
+        segment_BL = batch.segment_BL.cpu()  # the host waits for the device, once
+        masks = (self._masks(length, part, device, segment_BL) for part in slices)
         return [replace(place, masks=of_documents) for place, of_documents in zip(places, masks, strict=True)]
 
     def place(self, length: int, part: range, device: torch.device) -> Place:

@@ -10,7 +10,6 @@ from foldray.recipe.data import check_data
 from foldray.recipe.description import Description
 from foldray.recipe.sections import OptimizerSpec
 from foldray.schedule import AF_PIPE, LIST, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
-from foldray.windows import FULL
 
 _WRITTEN: dict[object, str] = {None: "null", True: "true"}
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20
@@ -283,23 +282,6 @@ def _check_export(recipe: Description) -> None:
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and 0 <= token < vocab for token in listed):
             raise UserError(f"export.{key}", value, "is an id, or a list of ids, of tokens of the vocabulary", [f"0…{vocab - 1}"])
-
-
-def slow_on_gpu(recipe: Description) -> str | None:
-    """Return what makes attention of a recipe slow on a GPU, in one line; None if nothing does.
-
-    Fused kernels take pieces of a sequence without a mask. With one, all scores of a piece are computed in float32.
-    """
-    schedule, cp = recipe.schedule, recipe.fold.cp
-    degree = max((schedule.degree, *(schedule.degrees or ()))) if overlap_kind(schedule.kind).cuts_attention else 1
-    degree = min(degree, schedule.attention_degree or degree)
-    masks = ["data.mask_documents"] * recipe.data.mask_documents + ["model.windows"] * (set(recipe.model.windows) != {FULL.name})
-    if not recipe.cluster.gpu or not masks or degree == cp == 1:
-        return None
-    key = "attention_degree" if schedule.attention_degree else "degree"
-    cut = f"schedule.{key}={degree} with kind={schedule.kind}" if degree > 1 else f"fold.cp={cp}"
-    rule = f"cuts attention into pieces, and with {masks[0]} their masks have no fused kernel on a GPU, so attention is slow"
-    return f"{cut}: {rule}; degree: 1 and cp: 1, or kind: moe_only, leave sequences whole"
 
 
 def check_trains(recipe: Description) -> None:

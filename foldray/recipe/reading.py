@@ -41,7 +41,8 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
         section, is_named = _section(field.annotation)
         if section is None or is_named:
             legal = "sections by name|null" if is_named else _legal(field)
-            default = "required" if field.is_required() else _as_yaml(field.default)
+            choice = isinstance(field.default, str) and field.default in legal.split("|")  # as it stands there
+            default = "required" if field.is_required() else field.default if choice else _as_yaml(field.default)
             yield f"{prefix}{name}", legal, default, " ".join((field.description or "").split())
         if section is not None:
             yield from describe(section, f"{prefix}{name}.{NAME}." if is_named else f"{prefix}{name}.")

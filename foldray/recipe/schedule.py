@@ -98,6 +98,11 @@ class ScheduleSpec(Strict):
         """The keys whose values training finds."""
         return ["degrees"] * (self.degrees is not None) + ["sp_bytes"] * (self.sp_bytes == "auto")
 
+    @field_validator("graphs", mode="before")
+    @classmethod
+    def _off(cls, given: Any) -> Any:
+        return "off" if given is False else given  # as YAML reads the word
+
     @field_validator("sp_bytes", mode="before")
     @classmethod
     def _size(cls, given: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -60,6 +59,7 @@ class MicroBatch:
     def __init__(self, model: Transformer, batch: Batch, graphs: OpGraphs, weights: Weights | None):
         self.model, self.graph, self.batch, self.graphs, self.weights = model, graphs.graph, batch, graphs, weights
         self.losses = model.start_losses(batch)
+        self._places = model.places(batch)  # before any op, because the host reads where documents begin
         self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
         self.states: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: its output for its head
         self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
@@ -341,10 +341,6 @@ class MicroBatch:
     def _entering(self, op: Op) -> list[torch.Tensor]:
         """Return what an op reads of the batch that takes the input of a block (`Transformer.enter`)."""
         return [self.batch.token_BL] if self.graph.blocks[op.layer].mtp else []
-
-    @cached_property
-    def _places(self) -> list:
-        return self.model.places(self.batch)
 
     def _tokens(self, op: Op) -> range:
         return self.graph.tokens(op)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from foldray import MissingPackage, Recipe, UserError
-from foldray.recipe import describe, slow_on_gpu
+from foldray.recipe import describe
 from foldray.recipe.page import key_help, page
 from foldray.recipe.reading import sections
 from foldray.schedule import Slicing
@@ -428,34 +428,6 @@ def test_folds_that_do_not_fit_are_refused_with_what_would(sections, field, valu
     assert "\n" not in str(found)
 
 
-@pytest.mark.parametrize(
-    ("sections", "found"),
-    [
-        ({"schedule": {"degree": 1}}, None),
-        ({"schedule": {"kind": "moe_only"}}, None),
-        ({"cluster": {"gpu": False}}, None),
-        ({"data": {"mask_documents": False}}, None),
-        ({}, "schedule.degree=4 with kind=stream: cuts attention into pieces, and with data.mask_documents"),
-        ({"schedule": {"degree": 1, "degrees": [1, 2]}}, "schedule.degree=2"),
-        ({"schedule": {"attention_degree": 2}}, "schedule.attention_degree=2"),
-        ({"schedule": {"attention_degree": 1}}, None),
-        ({"data": {"mask_documents": False}, "model": {"windows": ["full", "sliding:8"]}}, "model.windows"),
-        ({"schedule": {"degree": 1}, "fold": {"cp": 2}}, "fold.cp=2"),
-    ],
-    ids=str,
-)
-def test_pieces_of_attention_that_have_no_fused_kernel_are_told(sections, found):
-    slow = {"schedule": {"kind": "stream", "degree": 4}, "data": {"mask_documents": True}, "cluster": {"gpu": True}}
-    told = slow_on_gpu(
-        Recipe.parse(folded(**{key: {**slow.get(key, {}), **sections.get(key, {})} for key in {**slow, **sections}}))
-    )
-    assert told is None if found is None else found in str(told)
-
-
-def test_shipped_recipes_have_a_fused_kernel():
-    assert {path.stem: told for path in SHIPPED if (told := slow_on_gpu(Recipe.load(path)))} == {}
-
-
 @pytest.mark.parametrize("kind", ["stream", "list", "moe_only"])
 def test_attention_may_have_fewer_slices_than_pieces(kind):
     given = {"kind": kind, "degree": 4, "degrees": [1, 2, 4], "slicing": "token_uniform"}
@@ -551,6 +523,11 @@ def test_every_key_is_described_once_and_its_default_is_legal():
         if "|" in legal and default != "required":
             choices = legal.split("|")
             assert default in choices or "null" in choices, key
+
+
+def test_off_is_a_word_though_yaml_takes_it_for_a_number():
+    path = ROOT / "recipes" / "quickstart.yaml"
+    assert [Recipe.load(path, [f"schedule.graphs={word}"]).schedule.graphs for word in ("off", "check")] == ["off", "check"]
 
 
 def test_every_key_is_described_in_whole_sentences():

@@ -17,6 +17,7 @@ from foldray.moe.exchange import WIRES
 from foldray.recipe import OptimizerSpec, Recipe
 from foldray.runtime import TorchEngine, Trace
 from tests.foldray.parity import batches, make_recipe, weights, worst
+from tests.gpu import masks
 from tests.gpu.report import Report
 from trainers.worker.engines import make_engine
 
@@ -46,6 +47,9 @@ def run(report: Report) -> None:
         report.check("correct", f"grouped experts equal the loop, {dtype}", lambda d=dtype, m=limit: grouped_equals_loop(d, m))
     for parts in (1, 4):
         report.check("correct", f"attention of {parts} slices, bfloat16", lambda n=parts: slices_equal_float64(n))
+    for name, masked in masks.MASKED.items():
+        report.check("correct", f"masks, bfloat16: {name}", lambda each=masked: masks.equal_float64(each))
+    report.check("correct", "masks, bfloat16: memory at 32K tokens", masks.take_no_memory)
     report.check("correct", "rows in float8 equal the CPU's", float8_equals_the_cpus)
     report.check("correct", "bfloat16 step against float64", bfloat16_step)
     report.check("correct", "a traced step", trace_is_whole)

@@ -20,7 +20,7 @@ from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
 from foldray.errors import UserError
-from foldray.recipe import Recipe, check_trains, slow_on_gpu, told_of_capture
+from foldray.recipe import Recipe, check_trains, told_of_capture
 from foldray.refold import worlds
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.cluster import joining, workers
@@ -184,9 +184,8 @@ class FoldTrainer(TorchTrainer):
                 checkpoints. The first line of the message has the failure.
         """
         check_packages(self.recipe)
-        for warning in (slow_on_gpu(self.recipe), told_of_capture(self.recipe)):
-            if warning:
-                _log.warning(warning)
+        if told := told_of_capture(self.recipe):
+            _log.warning(told)
         field = "run" if self.resume is None else "resume"
         say = self.console.say if self.console else _log.warning
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:

@@ -52,15 +52,15 @@ ALL = [
     *(Asked(documents) for documents in (None, *STARTS, "numbers that come again")),
     *(Asked(documents, window) for documents in (None, "few and long", "inside every chunk") for window in WINDOWS),
     Asked(value_dim=4), Asked("few and long", "sliding:10", value_dim=9),
+    Asked("few and long", "tests.foldray.model.striding:STRIDES"),
 ]  # fmt: skip
+RANGED = [case for case in ALL if case.documents != "numbers that come again"]
 
 
 def masks(cuts: Sequence[range], cp: int, index: int, case: Asked, device: str = "cpu") -> list[AttentionMask]:
     """Return the `AttentionMask` of a member of the context group, for each slice."""
     shards = [[Layout(cp, cp_rank=i).chunks(part) for i in range(cp)] for part in cuts]
     segment_BL, window = segments(case.documents), find_window(case.window)
-    if segment_BL is not None:
-        segment_BL = segment_BL.to(device)
     return [
         AttentionMask(part, L, shard, index, segment_BL, window, torch.device(device))
         for part, shard in zip(cuts, shards, strict=True)

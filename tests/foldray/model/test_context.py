@@ -20,7 +20,8 @@ from foldray.model import context
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode as Mode
 from foldray.model.context import context_attention
-from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, masks, reference
+from tests.foldray.model.sequences import ALL, HEADS, RANGED, Asked, B, D, L, data_of, masks, reference
+from tests.foldray.packed import WAYS, packed
 
 MODES: list[Mode] = ["ring", "all_gather"]
 WHOLE = Asked()
@@ -43,12 +44,15 @@ def _errors(results: list[Tensor], references: list[Tensor], communicator: Commu
     return [float((x - reference[:, :, shard]).abs().max() / reference.abs().max()) for x, reference in pairs]
 
 
-def _parity(rank: int, cp: int, mode: Mode, heads: tuple[int, int], cases: list[Asked], dtype: torch.dtype) -> list[list[float]]:
+def _parity(
+    rank: int, cp: int, mode: Mode, heads: tuple[int, int], cases: list[Asked], dtype: torch.dtype, way: str = "bools"
+) -> list[list[float]]:
     groups = Groups.create(Fold(4, cp=cp), rank)
     errors = []
     for case in cases:
         data = data_of(heads, dtype, groups.dp_rank, case.value_dim)
-        results = _attended(data, groups.context, mode, case)
+        with WAYS[way]():
+            results = _attended(data, groups.context, mode, case)
         assert all(x.dtype == dtype for x in results)
         errors.append(_errors(results, reference(data, case), groups.context))
     groups.close()
@@ -65,6 +69,15 @@ def _worst(results: Any) -> float:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_output_and_gradients_are_those_of_one_process(ranks, cp: int, mode: Mode, heads: tuple[int, int]) -> None:
     assert _worst(ranks(4).run(_parity, cp, mode, heads, ALL, torch.float64)) <= 1e-12
+
+
+@pytest.mark.gate(2)
+@pytest.mark.parametrize("way", ["packed", "plain"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_a_gpus_ways_give_the_same(ranks, cp: int, mode: Mode, heads: tuple[int, int], way: str) -> None:
+    assert _worst(ranks(4).run(_parity, cp, mode, heads, RANGED, torch.float64, way)) <= 1e-12
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -210,6 +223,12 @@ def test_mistakes_are_named() -> None:
         context_attention(q, k, v, alone, "rings", mask)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"whole sequences have \(2, 48\)"):
         context_attention(q, k, v, alone, "ring", AttentionMask(range(L), L, mask.shards, 0, torch.zeros(B, 5)))
+
+
+def test_a_gpu_refuses_documents_whose_numbers_come_again() -> None:
+    (mask,) = masks([range(L)], 1, 0, Asked("numbers that come again"))
+    with packed(), pytest.raises(ValueError, match="need a number for each document"):
+        list(mask.visible_parts(range(L), [range(L)]))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

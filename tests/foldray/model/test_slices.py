@@ -14,7 +14,8 @@ from foldray.fold import Fold
 from foldray.model import slices as module
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.slices import KVCache, slice_attention
-from tests.foldray.model.sequences import ALL, HEADS, Asked, B, D, L, data_of, masks, reference
+from tests.foldray.model.sequences import ALL, HEADS, RANGED, Asked, B, D, L, data_of, masks, reference
+from tests.foldray.packed import WAYS, packed
 
 WHOLE = Asked()
 CUTS = [(48,), (24, 24), (16, 24, 8), (8, 8, 16, 8, 8), (40, 8)]
@@ -57,14 +58,17 @@ def errors(results: list[Tensor], references: list[Tensor], communicator: Commun
     return [float((x - whole[:, :, held]).abs().max() / whole.abs().max()) for x, whole in pairs]
 
 
-def parity(rank: int, cp: int, heads: tuple[int, int], dtype: torch.dtype, cases: list[Asked]) -> list[list[float]]:
+def parity(
+    rank: int, cp: int, heads: tuple[int, int], dtype: torch.dtype, cases: list[Asked], way: str = "bools"
+) -> list[list[float]]:
     groups = Groups.create(Fold(4, cp=cp), rank)
     found = []
     for case in cases:
         data = data_of(heads, dtype, groups.dp_rank, case.value_dim)
         whole = reference(data, case)
         for cut in CUTS:
-            results, memory = sliced(data, groups.context, cut, case)
+            with WAYS[way]():
+                results, memory = sliced(data, groups.context, cut, case)
             assert all(x.dtype == dtype for x in results)
             assert memory.made is None
             found.append(errors(results, whole, groups.context, cut))
@@ -81,6 +85,14 @@ def worst(results: Any) -> float:
 @pytest.mark.parametrize("heads", HEADS)
 def test_output_and_gradients_are_those_of_whole_sequences(ranks, cp: int, heads: tuple[int, int]) -> None:
     assert worst(ranks(4).run(parity, cp, heads, torch.float64, ALL)) <= 1e-12
+
+
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("way", ["packed", "plain"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_gpus_ways_give_the_same(ranks, cp: int, heads: tuple[int, int], way: str) -> None:
+    assert worst(ranks(4).run(parity, cp, heads, torch.float64, RANGED, way)) <= 1e-12
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
@@ -120,3 +132,13 @@ def test_documents_that_lie_elsewhere_are_not_met() -> None:
     assert [part.keys for part in parts[2]] == [slice(24, 36), slice(36, 48)]
     assert parts[2][0].mask is None
     assert parts[2][1].mask == "causal"
+
+
+def test_on_a_gpu_one_part_has_all_keys_that_are_met_and_no_later_ones() -> None:
+    segment_BL = torch.arange(4).repeat_interleave(12).repeat(B, 1)
+    mask = AttentionMask(range(L), L, [[range(8), range(40, 48)], [range(8, 16), range(32, 40)]], 1, segment_BL)
+    with packed():
+        parts = [[part.keys for part in mask.visible_parts(queries, mask.sequence)] for queries in mask.held]
+        plain = [(part.keys, part.mask) for part in mask.visible_parts(range(40, 48), [range(32, 40), range(40, 48)])]
+    assert parts == [[slice(0, 16)], [slice(16, 24)]]  # behind the first chunk and the second, the sequence has a gap
+    assert plain == [(slice(4, 8), None), (slice(8, 16), "causal")]  # one document needs no ranges

@@ -96,13 +96,15 @@ def test_no_op_waits_for_the_device_but_for_counts(ranks, name: str) -> None:
         compare(found, case.waits)
 
 
-def test_documents_are_found_once_for_a_batch(ranks) -> None:
-    """The first op that needs a mask finds out which documents a batch has. Layers share the answer."""
+def test_documents_are_read_once_for_a_batch_and_before_its_ops(ranks) -> None:
+    """Ops then ask the host's copy, and layers share the answers. (The record does not know on which device numbers are.)"""
     recipe = recipe_of(Case(1, {}, {}, COUNTS))
     (found,) = ranks(1).run(waits_of_a_step, recipe, True)
+    between = [wait for ran in found if ran.op == "between" for wait in ran.waits]
+    assert [wait.split()[0] for wait in between] == ["cpu"] * recipe.accumulation
     attention = [ran for ran in found if ran.op == "attention F"]
     assert sum(bool(ran.waits) for ran in attention) <= recipe.accumulation == len(attention) // 2
-    compare([ran for ran in found if ran.op != "attention F"], COUNTS)
+    compare([ran for ran in found if ran.op not in ("attention F", "between")], COUNTS)
 
 
 @pytest.mark.parametrize(("etp", "experts"), [(1, APART_EXPERTS), (2, APART_SLICES)])
