@@ -284,8 +284,8 @@ def block_activations(
     if ROUTE not in again:
         # The token; two float32 numbers of each expert; of each chosen one, its number and two float32 numbers.
         total += n * (model.hidden * b + experts * 2 * FLOAT32 + topk * (INT64 + 2 * FLOAT32))
-        # The token of each row and the row of each token. If weights travel, their places in the rows as well.
-        total += n * (2 * INT64 * rank.travelling.room + INT64 * topk * bool(rank.travelling.beside))
+        # The rows of each token. If weights travel, the token of each row and the places of the weights as well.
+        total += INT64 * n * (rank.travelling.room + (rank.travelling.room + topk) * bool(rank.travelling.beside))
         if block.moe.shared:
             # Without TP, the shared expert and the router have the same input tensor.
             total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)

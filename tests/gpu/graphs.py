@@ -158,7 +158,7 @@ def bits(machine: Machine, model: dict[str, Any], length: int, *schedules: dict[
     Raises:
         AssertionError: bits differ.
     """
-    recipes = [_recipe(model, length, schedule) for schedule in schedules]
+    recipes = [block_recipe(model, length, schedule) for schedule in schedules]
     steps, found = Steps.of(machine, recipes[0]), dict[str, float]()
     texts = [[random_batch(recipes[0], step, 1, 0, machine.device)] for step in range(STEPS)]
     for number, recipe in enumerate(recipes):
@@ -174,7 +174,7 @@ def bits(machine: Machine, model: dict[str, Any], length: int, *schedules: dict[
 
 def host(machine: Machine, model: dict[str, Any], length: int) -> dict[str, dict[str, float]]:
     """Return the median microseconds of the host for an op by kind, with graphs and without them."""
-    recipe, found = _recipe(model, length, LISTS["stream, 4 pieces"]), dict[str, dict[str, float]]()
+    recipe, found = block_recipe(model, length, LISTS["stream, 4 pieces"]), dict[str, dict[str, float]]()
     steps = Steps.of(machine, recipe)
     for name, graphs in {"eager": False, "graphs": True}.items():
         steps.use(name, recipe.ordering, graphs)
@@ -191,8 +191,9 @@ def host(machine: Machine, model: dict[str, Any], length: int) -> dict[str, dict
 
 def block(machine: Machine, model: dict[str, Any], length: int, degrees: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
     """Measure a rank that holds all experts, in pieces."""
-    orderings = {f"{degree} pieces": block_recipe(model, length, degree).ordering for degree in degrees}
-    return Steps.of(machine, block_recipe(model, length, 1)).in_turns(orderings)
+    schedules = {f"{d} pieces": {"kind": "stream", "degree": d} if d > 1 else {} for d in degrees}
+    orderings = {name: block_recipe(model, length, schedule).ordering for name, schedule in schedules.items()}
+    return Steps.of(machine, block_recipe(model, length, {})).in_turns(orderings)
 
 
 def over_network(machine: Machine, model: dict[str, Any], length: int) -> dict[str, Any]:
@@ -203,10 +204,6 @@ def over_network(machine: Machine, model: dict[str, Any], length: int) -> dict[s
         orderings = {f"{wire.kind}, {name}": steps.learned(recipe.ordering) for name, recipe in recipes.items()}
         rows |= steps.in_turns(orderings)
     return rows
-
-
-def _recipe(model: dict[str, Any], length: int, schedule: dict[str, Any]) -> Recipe:
-    return Recipe.parse(block_recipe(model, length, 1).model_dump(exclude_unset=True) | {"schedule": schedule})
 
 
 def _replay(device: torch.device, kernels: int) -> float:

@@ -287,6 +287,7 @@ def _timeouts(rank: int) -> set[timedelta]:
     with patch.object(dist, "new_group", noted):
         groups = Groups.create(Fold(2, tp=2, ep=2), rank, timedelta(seconds=1007))
         groups.process_group("tp")
+    groups.control.all_reduce(torch.zeros(1))  # a rank that closes would cut off the other one, which still connects
     groups.close()
     return found
 

@@ -273,7 +273,7 @@ def test_a_run_is_restored_with_its_recipe(folder: Path, filesystem: FileSystem 
     assert made.run_config.failure_config.max_failures == 2
 
 
-def test_a_gpu_of_the_configuration_warns_of_what_is_slow_there(
+def test_a_gpu_of_the_configuration_warns_of_ops_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def stop(made: FoldTrainer) -> None:
@@ -281,9 +281,10 @@ def test_a_gpu_of_the_configuration_warns_of_what_is_slow_there(
 
     monkeypatch.setattr(trainer, "check_packages", lambda given: None)
     monkeypatch.setattr(FoldTrainer, "_begin", stop)
-    given = recipe(data={"mask_documents": True}, schedule={"kind": "stream", "degree": 4})
+    given = recipe(data={"mask_documents": True}, schedule={"graphs": "auto"})
     for uses in (False, True):
         with pytest.raises(InterruptedError):
             FoldTrainer(given, scaling_config=ScalingConfig(num_workers=2, use_gpu=uses)).fit()
-    (told,) = [record.message for record in caplog.records if record.name == "trainers.driver.trainer"]
-    assert told.startswith("schedule.degree=4 with kind=stream: cuts attention into pieces, and with data.mask_documents")
+    on_cpu, told = [record.message for record in caplog.records if record.name == "trainers.driver.trainer"]
+    assert on_cpu == "schedule.graphs=auto: CUDA graphs need GPUs, so ops run without them"
+    assert told.startswith("schedule.graphs=auto: these ops run without graphs: attention, project (data.mask_documents")
