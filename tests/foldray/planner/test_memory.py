@@ -235,7 +235,7 @@ def _kept_by_rank(rank: int, fold: Fold, spec: ModelSpec, way: Any, again: tuple
 
 
 def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) -> int:
-    """Return the bytes that a micro-batch holds between forward and backward, without the head and its input."""
+    """Return the bytes that a micro-batch holds between forward and backward, without heads and their inputs."""
     execution = Execution(model, groups, gradients := Gradients(model, groups), ordering)
     graph, order = execution.step([batch])
     held: dict[int, int] = {}
@@ -251,9 +251,9 @@ def _kept(model: Transformer, groups: Groups, ordering: Ordering, batch: Batch) 
         for op in takewhile(lambda op: op.direction == "F", (op for op in order if op.kind != HEAD)):
             micro_batch.run(op)
     micro_batch.finish()
+    micro_batch.states.clear()
     after = held | _alive()
-    ending = batch.token_BL.numel() * model.spec.hidden * next(model.parameters()).element_size()
-    return sum(size for place, size in after.items() if place not in before) - ending
+    return sum(size for place, size in after.items() if place not in before)
 
 
 STEPS = [
