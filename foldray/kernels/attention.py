@@ -107,6 +107,13 @@ def with_sinks(out_BNSD: Tensor, lse_BNS: Tensor, sink_N: Tensor) -> tuple[Tenso
     return out_BNSD * (lse_BNS - total_BNS).exp().unsqueeze(-1).to(out_BNSD.dtype), total_BNS
 
 
+def finished(out_BNSD: Tensor, lse_BNS: Tensor, sink_N: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp over all keys, with sinks if there are any, the output in a type and token by token."""
+    if sink_N is not None:
+        out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
+    return by_token(out_BNSD.to(dtype)), lse_BNS
+
+
 def sinks_backward(dout_BNSD: Tensor, out_BNSD: Tensor, lse_BNS: Tensor, sink_N: Tensor) -> Tensor:
     """Return the gradient of the scores of `with_sinks`: [N]. The output and the log-sum-exp are those that it returned."""
     share_BNS = (sink_N.to(lse_BNS.dtype).unsqueeze(-1) - lse_BNS).exp()

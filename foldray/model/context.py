@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
-from foldray.kernels.attention import Mask, attend, attend_backward, by_token, merge, sinks_backward, with_sinks
+from foldray.kernels.attention import Mask, attend, attend_backward, finished, merge, sinks_backward
 from foldray.kernels.autograd import at_least_float32
 from foldray.model.attention_mask import AttentionMask, Part
 
@@ -70,10 +70,7 @@ class _WholeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Mask, sink_N: Tensor | None) -> Tensor:
-        out_BNSD, lse_BNS = attend(q_BNSD, k_BGSD, v_BGSD, mask)
-        if sink_N is not None:
-            out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
-        out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
+        out_BNSD, lse_BNS = finished(*attend(q_BNSD, k_BGSD, v_BGSD, mask), sink_N, q_BNSD.dtype)
         ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
         ctx.mask = mask
         return out_BNSD
@@ -110,9 +107,7 @@ class _ContextAttention(torch.autograd.Function):
                 merged[number] = merge(*merged[number], *result) if number in merged else result
         outs, lses = zip(*(merged[number] for number in sorted(merged)), strict=True)
         out_BNSD, lse_BNS = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2) for chunks in (outs, lses))
-        if sink_N is not None:
-            out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
-        out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
+        out_BNSD, lse_BNS = finished(out_BNSD, lse_BNS, sink_N, q_BNSD.dtype)
         ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
         ctx.communicator, ctx.mode, ctx.mask = communicator, mode, mask
         return out_BNSD

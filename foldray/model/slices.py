@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foldray.kernels.attention import attend, attend_backward, by_token, merge, sinks_backward, with_sinks
+from foldray.kernels.attention import attend, attend_backward, finished, merge, sinks_backward
 from foldray.model.attention_mask import AttentionMask, Part
 
 
@@ -141,9 +141,7 @@ class _SliceAttention(torch.autograd.Function):
             outs.append(out)
             lses.append(lse)
         out_BNSD, lse_BNS = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2) for chunks in (outs, lses))
-        if sink_N is not None:
-            out_BNSD, lse_BNS = with_sinks(out_BNSD, lse_BNS, sink_N)
-        out_BNSD = by_token(out_BNSD.to(q_BNSD.dtype))
+        out_BNSD, lse_BNS = finished(out_BNSD, lse_BNS, sink_N, q_BNSD.dtype)
         ctx.save_for_backward(q_BNSD, out_BNSD, lse_BNS, sink_N)
         ctx.memory, ctx.mask, ctx.owns = memory, mask, k_BGSD is not None
         return out_BNSD
