@@ -14,10 +14,11 @@ from pathlib import Path
 from common import ROOT
 
 from foldray.blueprint import ModelSpec
+from foldray.clock import COMPUTE, simulate
 from foldray.finding import find
+from foldray.graph import Op, SliceCost, StepGraph, slice_sequence
 from foldray.kinds import ATTENTION, EXCHANGES, EXPERT, HEAD, MERGE, ROUTE
-from foldray.schedule import COMPUTE, Op, Overlap, SliceCost, StepGraph, slice_sequence, step_schedule
-from foldray.timeline import simulate
+from foldray.orders import Overlap, step_schedule
 from trainers.pictures.timeline import draw_timelines
 
 SHARES = {ATTENTION: 0.45, ROUTE: 0.03, EXPERT: 0.5, MERGE: 0.02, HEAD: 0.05}  # of a block's forward

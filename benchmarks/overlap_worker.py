@@ -22,14 +22,15 @@ from torch import Tensor
 
 from foldray.blueprint import Ownership
 from foldray.blueprint.layout import smallest_slice
+from foldray.clock import Recording, Span, perfetto, recorded_cost, replay, simulate
 from foldray.comm import Groups, Pending
 from foldray.finding import Found
 from foldray.fold import Fold
+from foldray.graph import Graph, Op, SliceCost, StepGraph
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Exchange, Layer, Received, Rows, Sent
+from foldray.orders import Ordering, named_ordering
 from foldray.runtime import Execution, Gradients, Trace
-from foldray.schedule import Op, Ordering, SliceCost, Span, StepGraph, named_ordering
-from foldray.timeline import Recording, overlaps, perfetto, recorded_cost, replay, simulate
 from trainers.measure.bench import shifted
 
 _HALVINGS = 12
@@ -277,7 +278,7 @@ class Worker:
                     self.found[name] = execution.found
                     self.predicted[name] = simulate(graph, execution.found.schedule, recorded_cost(graph, recordings)).spans
             self.chosen[name] = execution.ordering
-        claimed, seen = overlaps(graph, execution.order(graph), trace.spans)
+        claimed, seen = _overlaps(graph, execution.order(graph), trace.spans)
         simulated = replay(graph, recordings).seconds * 1e3
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
@@ -296,6 +297,27 @@ class Worker:
         expected = self.predicted.get(name) or replay(graph, recordings, 0).spans
         rows = {"measured": shifted(recordings[0].spans, begin), "simulated": expected}
         draw_timelines(graph, rows, path.with_suffix(".png"), f"{name}: the first host")
+
+
+def _overlaps(graph: Graph, order: Sequence[Op], spans: Mapping[Op, Span]) -> tuple[int, int]:
+    """Count the collectives that a list should hide, and those that were hidden.
+
+    The first number counts collectives that have computation between them and the first op that needs them. The second
+    number counts those of them that were in flight during such computation.
+    """
+    users: dict[Op, int] = {}  # collective → index of the first op that needs it
+    for place, op in enumerate(order):
+        for need in graph.needs(op):
+            if graph.channel(need) is not None:
+                users.setdefault(need, place)
+    claimed = seen = 0
+    for place, op in enumerate(order):
+        if graph.channel(op) is None:
+            continue
+        beside = [spans[between] for between in order[place + 1 : users.get(op, len(order))] if graph.channel(between) is None]
+        claimed += bool(beside)
+        seen += any(span.start < spans[op].end and spans[op].start < span.end for span in beside)
+    return claimed, seen
 
 
 def _resident(anew: bool = False) -> float:

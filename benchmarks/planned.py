@@ -27,15 +27,16 @@ from typing import Any
 
 from common import ROOT, check_lab
 
-from foldray.planner.candidate import Candidate
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware, load_hardware
-from foldray.planner.whole import whole_seconds
+from foldray.clock import LaneSeconds
+from foldray.costs.candidate import Candidate
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware, load_hardware
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import whole_seconds
+from foldray.graph import Op
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from foldray.runtime.peak import processor
-from foldray.schedule import LaneSeconds, Op
 
 RECIPE = "recipes/quickstart.yaml"
 SCHEDULES = ("sequential", "moe_only:4", "aaam:4", "one_a_one_m:2", "one_a_one_m:4", "one_a_one_m:8", "stream:4")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from planned import FOLDS, RECIPE, overrides
 
-from foldray.planner.hardware import load_hardware
+from foldray.costs.hardware import load_hardware
 from foldray.recipe import Recipe
 from trainers.cluster import joining
 from trainers.cluster.actors import Ranks

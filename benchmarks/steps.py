@@ -32,18 +32,19 @@ import torch
 import torch.distributed as dist
 from common import check_lab, on_hosts
 
+from foldray.clock import Span
 from foldray.comm import Groups
+from foldray.costs.apart import ApartWork, Sides
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import pass_seconds, simulate_step
 from foldray.fold import Fold
-from foldray.planner.apart import ApartWork, Sides
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware
-from foldray.planner.whole import pass_seconds, simulate_step
+from foldray.graph import Op, StepGraph
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from foldray.runtime import Trace
 from foldray.runtime.peak import processor
-from foldray.schedule import Op, Span, StepGraph
 from trainers.measure.bench import shifted, shown
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import Meter

@@ -9,17 +9,17 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
+from foldray.costs.candidate import DTYPES, Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware, load_hardware
+from foldray.costs.memo import Memo
+from foldray.costs.memory import ledger
+from foldray.costs.prediction import Step
+from foldray.costs.rank import OpWork
+from foldray.costs.updates import stage_updates
 from foldray.errors import UserError
 from foldray.fold import Fold
-from foldray.planner.candidate import DTYPES, Candidate, Job
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware, load_hardware
-from foldray.planner.memo import Memo
-from foldray.planner.memory import ledger
-from foldray.planner.prediction import Step
-from foldray.planner.space import legal_folds
-from foldray.planner.updates import stage_updates
+from foldray.plan.space import legal_folds
 from foldray.recipe.recipe import Recipe
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")

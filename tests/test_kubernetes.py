@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foldray.arguments import make_parser
+from foldray.cli.arguments import make_parser
 from foldray.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from foldray.costs.candidate import Candidate
+from foldray.costs.hardware import Hardware, constants
 from foldray.errors import UserError
-from foldray.planner.candidate import Candidate
-from foldray.planner.hardware import Hardware, constants
-from foldray.planner.placing import predicted_seconds
+from foldray.plan.placing import predicted_seconds
 from foldray.refold import as_candidate
 from trainers.measure.calibrate import write_hardware
 from tuners.outcome import Outcome

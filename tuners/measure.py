@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from foldray.clock import Recording
 from foldray.finding import recorded_bound
+from foldray.graph import StepGraph
 from foldray.recipe import Recipe
-from foldray.schedule import StepGraph
-from foldray.timeline import Recording
 from trainers.cluster.actors import RankFailure, Ranks
 from trainers.cluster.joining import seats
 from trainers.measure.trial import Turn, measure_turn

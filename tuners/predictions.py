@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foldray.planner.apart import ApartWork, Sides
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware
-from foldray.planner.listed import step_seconds
-from foldray.planner.memo import Memo
-from foldray.planner.memory import ledger
-from foldray.planner.placing import apart_seconds
+from foldray.costs.apart import ApartWork, Sides
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware
+from foldray.costs.memo import Memo
+from foldray.costs.memory import ledger
+from foldray.costs.rank import OpWork
+from foldray.plan.listed import step_seconds
+from foldray.plan.placing import apart_seconds
 from foldray.refold import as_candidate
 from tuners.space import Settings, apply_setting
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 from foldray.amounts import in_bytes
 from foldray.errors import UserError
 from foldray.fold import divisors
+from foldray.orders import AF_PIPE, SEARCHED, SEQUENTIAL, overlap_kind
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import MOST_PIECES, MOST_SETTINGS
 from foldray.recipe.tuning import DEGREES
-from foldray.schedule import AF_PIPE, SEARCHED, SEQUENTIAL, overlap_kind
 from tuners.table import Table
 
 KEYS: Mapping[str, str] = {

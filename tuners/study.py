@@ -11,8 +11,8 @@ import optuna
 import ray
 from optuna.trial import FrozenTrial, TrialState
 
+from foldray.costs.hardware import load_hardware
 from foldray.errors import refuse_hidden
-from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
 from trainers.cluster import joining
 from trainers.cluster.actors import MEMORY, RankFailure

@@ -9,9 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from foldray import __version__, completion
-from foldray.arguments import make_parser
-from foldray.cli import folds, planning, running
+from foldray import __version__
+from foldray.cli import completion, folds, planning, running
+from foldray.cli.arguments import make_parser
 from foldray.errors import UserError
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {

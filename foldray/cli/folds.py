@@ -6,14 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foldray.arguments import AXES, ORDERS
+from foldray.cli.arguments import AXES, ORDERS
 from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say, say_either, say_json
-from foldray.drawing import explanation
 from foldray.errors import UserError
 from foldray.files import write_picture
-from foldray.fold import Edges, Fold, Placement, best_order, nearest_folds
+from foldray.fold import Fold, nearest_folds
+from foldray.graph import SliceCost, Slicing, slice_sequence
+from foldray.nodes import Edges, Placement, best_order
+from foldray.nodes.drawing import explanation
 from foldray.recipe import Recipe
-from foldray.schedule import SliceCost, Slicing, slice_sequence
 
 
 def explain(given: argparse.Namespace) -> int:
@@ -50,8 +51,8 @@ def _explained_recipe(given: argparse.Namespace) -> Recipe | None:
 
 def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
     """Put the ranks on the nodes of a cluster: one that is described, or a Ray cluster that runs."""
-    from foldray.explaining import Node, Seats, named_nodes
-    from foldray.planner import traffic
+    from foldray.cli.explaining import Node, Seats, named_nodes
+    from foldray.costs import traffic
     from foldray.refold import as_candidate
 
     if given.ranks_per_node is not None:

@@ -8,14 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foldray.arguments import AXES
+from foldray.cli.arguments import AXES
 from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say_either
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
 
 
 def plan(given: argparse.Namespace) -> int:
-    from foldray.planner import hardware, report, score
+    from foldray.costs import hardware
+    from foldray.plan import report, score
 
     machines = hardware.load_hardware(given.cluster)
     if given.picture:
@@ -27,7 +28,7 @@ def plan(given: argparse.Namespace) -> int:
         return say_either(given, partial(report.scores, scored), partial(report.score_table, scored))
     if given.disaggregate:
         return _plan_placements(given, machines)
-    from foldray.planner import listed, search
+    from foldray.plan import listed, search
 
     plans = search.search(_space(given, machines), given.top)
     lists = [listed.with_list(step, machines, imbalance=given.imbalance) for step in plans.best[: given.list]]
@@ -39,8 +40,8 @@ def plan(given: argparse.Namespace) -> int:
 
 def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
-    from foldray.planner import placing, report, search
-    from foldray.planner.apart import ApartWork
+    from foldray.costs.apart import ApartWork
+    from foldray.plan import placing, report, search
 
     space = _space(given, machines)
     print(f"trying placements on {space.gpus} GPUs; this takes minutes …", file=sys.stderr)
@@ -64,7 +65,7 @@ def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:
 
 def _fit(given: argparse.Namespace, machines: Any) -> int:
     """Fit the constants to published rows. Print the errors, and the error of each row by constants fitted to the others."""
-    from foldray.planner import report, score
+    from foldray.plan import report, score
 
     rows = score.read_rows(given.fit)
     constants = score.fit(rows, machines)
@@ -76,8 +77,8 @@ def _fit(given: argparse.Namespace, machines: Any) -> int:
 
 def _space(given: argparse.Namespace, machines: Any) -> Any:
     from foldray.blueprint import ModelSpec
-    from foldray.planner.candidate import DTYPES, Job
-    from foldray.planner.space import KINDS, Space
+    from foldray.costs.candidate import DTYPES, Job
+    from foldray.plan.space import KINDS, Space
 
     recipe = recipe_of(given) if given.recipe else None
     if recipe and recipe.placement and not given.disaggregate:

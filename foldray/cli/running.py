@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import Any
 
-from foldray import completion
+from foldray.cli import completion
 from foldray.cli.output import recipe_of, say, say_either, say_json, say_nothing_more
 from foldray.errors import MissingPackage, UserError
 from foldray.files import write_picture

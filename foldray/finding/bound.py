@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 
+from foldray.clock import Recording, recorded_cost
 from foldray.finding.problem import Problem
-from foldray.schedule import StepGraph
-from foldray.timeline import Recording, recorded_cost
+from foldray.graph import StepGraph
 
 
 def lower_bound(problem: Problem, keep: Sequence[int] | None = None) -> float:

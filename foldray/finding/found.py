@@ -6,26 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
+from foldray.clock import Cost, Span, times
 from foldray.finding.bound import lower_bound
 from foldray.finding.greedy import Rule, Walk, walk
 from foldray.finding.moves import improve
 from foldray.finding.problem import Problem
-from foldray.schedule import (
-    ONE_A_ONE_M,
-    SEQUENTIAL,
-    STREAM,
-    WEAVE,
-    Cost,
-    Op,
-    Overlap,
-    Reduction,
-    Schedule,
-    Span,
-    StepGraph,
-    place_handovers,
-    step_schedule,
-    times,
-)
+from foldray.graph import Op, Reduction, Schedule, StepGraph
+from foldray.orders import ONE_A_ONE_M, SEQUENTIAL, STREAM, WEAVE, Overlap, place_handovers, step_schedule
 
 _WORK = 1_500_000  # ops that the search runs at most, over all its steps, where its rules leave that much: some seconds
 _MOST_RUNS = 8000

@@ -1,6 +1,6 @@
 """List scheduling: a clock runs a step once, and whatever is free takes the best op that is ready.
 
-The run gives the lists of all positions. It follows the rules of the clock (`schedule/compiled.py`). The host of a position
+The run gives the lists of all positions. It follows the rules of the clock (`clock/compiled.py`). The host of a position
 computes one op after another, and posts ops that travel in between. An op that travels is posted when its link would idle
 before the next computation ends, not earlier, so that a more urgent one may still go first.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from foldray.finding.problem import Problem
-from foldray.schedule import Schedule
+from foldray.graph import Schedule
 
 _COMPUTE = -1  # the lane of a position's computation
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from foldray.clock import COMPUTE, Cost, OpCosts
+from foldray.clock.simulator import simulate
+from foldray.graph import Op, StepGraph
 from foldray.kinds import EMBED, HEAD
-from foldray.schedule import COMPUTE, ONE_A_ONE_M, STREAM, Cost, Op, OpCosts, Ordering, Overlap, StepGraph, step_schedule
-from foldray.timeline.simulator import simulate
+from foldray.orders import ONE_A_ONE_M, STREAM, Ordering, Overlap, step_schedule
 
 _BLOCKS = 4  # simulated blocks of a stage; every further block takes as long as the one before
 

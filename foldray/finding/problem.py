@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
+from foldray.clock import COMPUTE, Cost
+from foldray.graph import Op, Schedule, StepGraph
 from foldray.kinds import EMBED, HEAD, REDUCE
-from foldray.schedule import COMPUTE, Cost, Op, Schedule, StepGraph
 
 
 class Problem:

@@ -16,7 +16,6 @@ from torch import nn
 
 from foldray.blueprint import Ownership
 from foldray.comm import Communicator, DispatchQueue, Groups, Pending, gather_rows, scatter_rows
-from foldray.fold.routes import Routes
 from foldray.kernels.autograd import Later
 from foldray.kernels.experts import Kind
 from foldray.moe import once
@@ -24,6 +23,7 @@ from foldray.moe.contracts import Rows
 from foldray.moe.exchange import Format, Wire, write
 from foldray.moe.layer import Experts
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
+from foldray.nodes.routes import Routes
 
 
 class TokenExchange:

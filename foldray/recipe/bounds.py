@@ -10,7 +10,7 @@ from pydantic import Field, PlainSerializer
 from foldray.blueprint.sections import LARGEST
 from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
-from foldray.schedule import KINDS, overlap_kind
+from foldray.orders import KINDS, overlap_kind
 from foldray.tables import IMPORTABLE, OWN, among
 from foldray.urls import without_secrets
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_folds
+from foldray.graph import PipelineGraph, Slicing
+from foldray.orders import AF_PIPE, LIST, OVERLAPS, check_pipeline, overlap_kind
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.data import check_data
 from foldray.recipe.description import Description
 from foldray.recipe.sections import OptimizerSpec
-from foldray.schedule import AF_PIPE, LIST, OVERLAPS, PipelineGraph, Slicing, check_pipeline, overlap_kind
 
 _WRITTEN: dict[object, str] = {None: "null", True: "true"}
 _MOST_PARAMETERS, _MOST_EXPERTS, _MOST_CHUNKS = 10**14, 2**18, 2**20

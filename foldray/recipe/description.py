@@ -8,6 +8,8 @@ from pydantic import ValidationError, model_validator
 
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.fold import Fold
+from foldray.graph import Reduction, SliceCost, Slicing
+from foldray.orders import AF_PIPE, Ordering, Overlap, Sequences
 from foldray.recipe.bounds import Name
 from foldray.recipe.data import DataSpec
 from foldray.recipe.reading import first_mistake, refuse_booleans
@@ -25,7 +27,6 @@ from foldray.recipe.sections import (
     TrainingSpec,
 )
 from foldray.recipe.tuning import TuneSpec
-from foldray.schedule import AF_PIPE, Ordering, Overlap, Reduction, Sequences, SliceCost, Slicing
 
 
 class Description(Strict):

@@ -11,11 +11,11 @@ from pydantic import model_validator
 from foldray.errors import UserError
 from foldray.files import load_yaml, parse_yaml
 from foldray.fold import divisors
+from foldray.orders import AF_PIPE, LIST, OVERLAPS, Ordering, named_ordering
 from foldray.recipe import shipped
 from foldray.recipe.checks import check_all
 from foldray.recipe.description import Description
 from foldray.recipe.reading import apply, refuse_own, refuse_secrets
-from foldray.schedule import AF_PIPE, LIST, OVERLAPS, Ordering, named_ordering
 
 
 class Recipe(Description):

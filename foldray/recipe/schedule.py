@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from foldray.blueprint import Strict
 from foldray.blueprint.sections import MOST_LAYERS, Layers
 from foldray.errors import UserError
+from foldray.orders import SEQUENTIAL, WeightGradients, overlap_kind
 from foldray.recipe.bounds import MOST_BYTES, MOST_PIECES, Cost, Degree, Operations, OverlapName, SequenceCount, Size, Sizes
-from foldray.schedule import SEQUENTIAL, WeightGradients, overlap_kind
 from foldray.tables import among
 
 Lag = Degree | Literal["auto"]

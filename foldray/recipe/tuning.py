@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from foldray.blueprint import Strict
+from foldray.orders import SEARCHED
 from foldray.recipe.bounds import (
     MOST_S,
     MOST_TURNS,
@@ -23,7 +24,6 @@ from foldray.recipe.bounds import (
     Url,
     Workers,
 )
-from foldray.schedule import SEARCHED
 
 DEGREES = (1, 2, 4, 8)
 """The degrees that a tuner tries if the recipe lists none."""

@@ -13,13 +13,13 @@ from foldray.blueprint.parameters import GradientClass
 from foldray.blueprint.parts import Index
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
+from foldray.orders import Ordering
 from foldray.recipe import OptimizerSpec
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients, Norms
 from foldray.runtime.muon import Muon
 from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
 from foldray.runtime.shards import Shard, cut
-from foldray.schedule import Ordering
 
 State = dict[str, torch.Tensor]
 

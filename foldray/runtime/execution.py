@@ -12,11 +12,14 @@ from time import perf_counter
 import torch
 from torch.profiler import record_function
 
+from foldray.clock import Recording, ScheduleError, Span, check, op_costs
 from foldray.comm import Groups, Pending
 from foldray.errors import UserError
 from foldray.finding import Found, settle
+from foldray.graph import Chunk, Op, StepGraph
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
+from foldray.orders import KINDS, OVERLAPS, Ordering, position_list
 from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.graphs import CapturedOps, Captures, compare
@@ -24,19 +27,6 @@ from foldray.runtime.halves import micro_batch_type
 from foldray.runtime.op_graphs import OpGraphs
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
-from foldray.schedule import (
-    KINDS,
-    OVERLAPS,
-    Chunk,
-    Op,
-    Ordering,
-    ScheduleError,
-    Span,
-    StepGraph,
-    check,
-    position_list,
-)
-from foldray.timeline import Recording, op_costs
 
 
 class Execution:

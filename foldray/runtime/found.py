@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from foldray.clock import COMPUTE, Cost, OpCosts, Recording, Span, check, message_seconds
 from foldray.comm import Communicator, Groups
 from foldray.finding import Found, find
+from foldray.graph import Chunk, Op, StepGraph
 from foldray.kinds import OP_KINDS, REDUCE
-from foldray.schedule import COMPUTE, Chunk, Cost, FoundList, Op, OpCosts, Ordering, Span, StepGraph, check
-from foldray.timeline import Recording, message_seconds
+from foldray.orders import FoundList, Ordering
 
 
 def find_together(

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from foldray.errors import UserError
+from foldray.graph import Op
 from foldray.model import Batch, Transformer
 from foldray.runtime.op_graphs import Compute, Computed, OpGraphs
-from foldray.schedule import Op
 
 EAGER_STEPS = 2  # load kernels and fill caches before a step captures
 MOST_DIFFERENCE = 1e-3  # of a gradient, with graphs and without them, as a share of its norm

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from foldray.comm import Groups, Pending
+from foldray.graph import Op
 from foldray.kinds import COMBINE, COUNTS, DISPATCH
 from foldray.moe import Routing
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 from foldray.moe.once import copy_to_ranks, decode
 from foldray.runtime.micro_batch import MicroBatch, Part
 from foldray.runtime.op_graphs import Computed
-from foldray.schedule import Op
 
 
 def micro_batch_type(groups: Groups) -> type[MicroBatch]:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from foldray.comm import Pending
+from foldray.graph import Op
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
 from foldray.model import Batch, KVCache, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.op_graphs import Computed, ComputesByHand, OpGraphs, TokenBuffer
 from foldray.runtime.weights import Weights
-from foldray.schedule import Op
 
 Part = tuple[int, int]
 """Number of a block, and number of a piece of it (`Op.part`)."""

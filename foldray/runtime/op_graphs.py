@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from foldray.comm import Pending
+from foldray.graph import Op, StepGraph
 from foldray.kernels.autograd import ByHand, Task
 from foldray.kinds import ATTENTION, PROJECT
 from foldray.model import Transformer
-from foldray.schedule import Op, StepGraph
 
 
 class TokenBuffer:

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
+from foldray.orders import Ordering
 from foldray.runtime.execution import Execution
 from foldray.runtime.gradients import Gradients
-from foldray.schedule import Ordering
 
 
 class StepModule(nn.Module):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from foldray.clock import Span, usage
 from foldray.comm import Pending
+from foldray.graph import Graph, Op
 from foldray.kinds import HANDOVER
-from foldray.schedule import Graph, Op, Span
-from foldray.timeline import usage
 
 Moment = Any
 """A moment on a clock. `Clock.seconds` reads it."""

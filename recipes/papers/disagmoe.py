@@ -33,16 +33,16 @@ from pathlib import Path
 from typing import Any
 
 from foldray.blueprint import ModelSpec
+from foldray.costs.apart import ApartWork
+from foldray.costs.candidate import Job
+from foldray.costs.hardware import load_hardware
+from foldray.costs.memory import GIB
 from foldray.errors import UserError
-from foldray.planner.apart import ApartWork
-from foldray.planner.candidate import Job
-from foldray.planner.hardware import load_hardware
-from foldray.planner.listed import with_kind
-from foldray.planner.memory import GIB
-from foldray.planner.placing import Placed, apart_seconds, search_placements, sides
-from foldray.planner.report import order, schedule
-from foldray.planner.search import Planned, search
-from foldray.planner.space import Space
+from foldray.plan.listed import with_kind
+from foldray.plan.placing import Placed, apart_seconds, search_placements, sides
+from foldray.plan.report import order, schedule
+from foldray.plan.search import Planned, search
+from foldray.plan.space import Space
 
 MODELS, LENGTHS, TOKENS = ("deepseek-moe", "gpt-oss-120b", "qwen3-235b-a22b"), (4096, 8192, 16384, 32768), 65536
 # The paper's table has sizes alone, so the models leave out what else the released ones have.

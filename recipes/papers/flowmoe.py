@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from foldray.blueprint import ModelSpec
+from foldray.costs import hardware
+from foldray.costs.candidate import Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import simulate_step
 from foldray.fold import Fold
-from foldray.planner import hardware
-from foldray.planner.candidate import Candidate, Job
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.whole import simulate_step
-from foldray.schedule import SliceCost, named_ordering
+from foldray.graph import SliceCost
+from foldray.orders import named_ordering
 
 FOLD = Fold(16, ep=16)
 SIZES = tuple(1 << power for power in range(17, 26, 2))

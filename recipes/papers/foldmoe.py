@@ -30,16 +30,17 @@ from typing import Any
 
 from foldray.blueprint import ModelSpec
 from foldray.blueprint.layout import smallest_slice
+from foldray.costs import hardware
+from foldray.costs.candidate import Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.prediction import straggling
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import whole_seconds
 from foldray.fold import Fold
+from foldray.graph import SliceCost
 from foldray.kinds import EXCHANGES
-from foldray.planner import hardware
-from foldray.planner.candidate import Candidate, Job
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.listed import with_kind
-from foldray.planner.prediction import straggling
-from foldray.planner.whole import whole_seconds
-from foldray.schedule import SliceCost, named_ordering
+from foldray.orders import named_ordering
+from foldray.plan.listed import with_kind
 
 MODELS, LENGTHS, DEGREES = ("gpt-moe-s", "gpt-moe-m", "gpt-moe-l"), (4096, 8192, 16384, 32768), (2, 4, 8, 16)
 FOLD = Fold(16, tp=8, ep=16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from foldray.schedule import Op, Schedule
-from foldray.schedule.graph import Graph
+from foldray.graph import Op, Schedule
+from foldray.graph.pipeline_graph import Graph
 
 
 class Meeting(NamedTuple):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+from foldray.clock import COMPUTE, Cost
 from foldray.finding import Found
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.problem import Problem
-from foldray.schedule import COMPUTE, SEQUENTIAL, Channel, Cost, Op, Overlap, Schedule, StepGraph, step_schedule
+from foldray.graph import Channel, Op, Schedule, StepGraph
+from foldray.orders import SEQUENTIAL, Overlap, step_schedule
 
 
 def random_cost(graph: StepGraph, seed: int, shared: bool, zeros: bool = False) -> Cost:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foldray.graph import Op
 from foldray.runtime.graphs import each_tensor, place_like
-from foldray.schedule import Op
 
 _ALIGNED = 64  # bytes; the last bits of a result may depend on the alignment
 _OF_THE_HOST = (

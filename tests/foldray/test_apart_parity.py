@@ -10,10 +10,11 @@ import torch
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.graph import SliceCost
 from foldray.model import Batch, Transformer, all_losses
+from foldray.orders import Ordering, Overlap, Sequences
 from foldray.recipe import OptimizerSpec
 from foldray.runtime import TorchEngine
-from foldray.schedule import Ordering, Overlap, Sequences, SliceCost
 from tests.foldray.parity import BATCH, LENGTH, MODEL, check_equal, make_recipe, one_process, sample, weights
 
 STEPS = 2

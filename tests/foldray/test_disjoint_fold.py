@@ -9,9 +9,9 @@ import torch
 
 from foldray.cli import main
 from foldray.comm import TRAFFIC, Groups
-from foldray.drawing import draw
 from foldray.errors import UserError
 from foldray.fold import FAMILIES, Fold, nearest_folds
+from foldray.nodes.drawing import draw
 
 FOLDS = [
     Fold(8, tp=2, pp=2, ep=2, expert_ranks=4, expert_pp=1),

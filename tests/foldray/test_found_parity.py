@@ -11,10 +11,12 @@ from unittest.mock import patch
 import numpy
 import pytest
 
+from foldray.clock import Cost
 from foldray.comm import Groups
 from foldray.finding import Found, find
+from foldray.graph import Schedule, StepGraph
+from foldray.orders import LIST, WEAVE, Ordering
 from foldray.runtime import Trace
-from foldray.schedule import LIST, WEAVE, Cost, Ordering, Schedule, StepGraph
 from tests.foldray.parity import engine_on, go_by_times, go_on, make_recipe
 from tests.foldray.random_lists import any_list, find_at_random
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from foldray.costs.rank import PRICES
 from foldray.kinds import EXCHANGES, OP_KINDS, RECOMPUTABLE
-from foldray.planner.costs import PRICES
+from foldray.orders import OVERLAPS
 from foldray.runtime.micro_batch import MicroBatch
-from foldray.schedule import OVERLAPS
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"foldray/kinds.py", "foldray/schedule/overlaps.py"}
+TABLES = {"foldray/kinds.py", "foldray/orders/overlaps.py"}
 NAMES = {*OP_KINDS, *OVERLAPS}
 ELSEWHERE = {"handover", "reduce", "stage"}  # ops that belong to no micro-batch
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foldray.kinds import HEAD
+from foldray.orders import WeightGradients
 from foldray.recipe import Recipe
-from foldray.schedule import WeightGradients
 from tests.foldray.parity import engine_on, go_on, make_recipe
 
 STEPS = 2

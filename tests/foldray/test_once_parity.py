@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from foldray.orders import LIST, WEAVE
 from foldray.recipe import Recipe
-from foldray.schedule import LIST, WEAVE
 from tests.foldray.parity import check_equal, make_recipe, one_process, train
 from tests.foldray.strict import StrictPools
 

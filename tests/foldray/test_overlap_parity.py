@@ -13,11 +13,12 @@ import torch
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.graph import SLICINGS
 from foldray.kernels.capacity import capacity, keep_within
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import MoeBackend, router
+from foldray.orders import OVERLAPS
 from foldray.recipe import Recipe
-from foldray.schedule import OVERLAPS, SLICINGS
 from tests.foldray.folds import name
 from tests.foldray.parity import MODEL, batches, engine_of, gradients, make_recipe, sample
 

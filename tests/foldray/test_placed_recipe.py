@@ -8,9 +8,10 @@ import pytest
 
 from foldray import Recipe, UserError
 from foldray.blueprint import ModelSpec, Ownership
+from foldray.costs.apart import most_kept
 from foldray.fold import Fold
-from foldray.planner.apart import most_kept
-from foldray.schedule import Place, Slicing, StepGraph, position_list
+from foldray.graph import Place, Slicing, StepGraph
+from foldray.orders import position_list
 
 
 def placed(placement: dict[str, Any] | None, **sections: Any) -> Recipe:

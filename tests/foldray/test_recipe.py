@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from foldray import MissingPackage, Recipe, UserError
+from foldray.graph import Slicing
 from foldray.recipe import describe
 from foldray.recipe.page import key_help, page
 from foldray.recipe.reading import sections
-from foldray.schedule import Slicing
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "kubernetes")

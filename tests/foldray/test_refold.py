@@ -11,11 +11,11 @@ import pytest
 
 from foldray import refold
 from foldray.blueprint import parameters
+from foldray.costs import prediction
+from foldray.costs.hardware import load_hardware
+from foldray.costs.prediction import predict
 from foldray.errors import UserError
-from foldray.planner import prediction
-from foldray.planner.hardware import load_hardware
-from foldray.planner.prediction import predict
-from foldray.planner.space import legal_folds
+from foldray.plan.space import legal_folds
 from foldray.recipe import Recipe
 from foldray.refold import MOST_WORLDS, _Folded, _folded, _Prices, as_candidate, worlds
 from tests.patches import patched

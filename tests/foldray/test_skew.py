@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foldray.blueprint import ModelSpec, expert_shares, overload, rank_shares, ranks_of_a_token, visits_of_a_token
+from foldray.costs.candidate import Job
+from foldray.costs.hardware import load_hardware
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.moe import Pattern
-from foldray.planner.candidate import Job
-from foldray.planner.hardware import load_hardware
-from foldray.planner.search import search
-from foldray.planner.space import Space
+from foldray.plan.search import search
+from foldray.plan.space import Space
 from foldray.recipe import check_trains
+from tests.foldray.costs.test_memory import rank_of
 from tests.foldray.parity import MODEL, make_recipe, one_process, train, worst
-from tests.foldray.planner.test_memory import rank_of
 
 
 @given(experts=st.integers(1, 64), topk=st.integers(1, 64), skew=st.floats(0, 16))

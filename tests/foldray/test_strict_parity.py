@@ -8,8 +8,8 @@ import pytest
 
 from foldray.fold import Fold
 from foldray.model import all_losses
+from foldray.orders import LIST, WEAVE
 from foldray.recipe import Recipe
-from foldray.schedule import LIST, WEAVE
 from tests.foldray import test_found_parity as found_parity
 from tests.foldray.folds import name
 from tests.foldray.parity import BATCH, batches, check_equal, engine_on, make_recipe, one_process, train

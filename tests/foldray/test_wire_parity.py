@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from foldray.orders import LIST, WEAVE
 from foldray.recipe import Recipe
-from foldray.schedule import LIST, WEAVE
 from tests.foldray.parity import drifted, make_recipe, one_process, train, worst
 from tests.foldray.strict import StrictPools
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foldray.comm import DispatchQueue, Pending
+from foldray.graph import Op
 from foldray.kernels import transfer
 from foldray.recipe import Recipe
 from foldray.runtime.execution import _Run
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.micro_batch import MicroBatch
-from foldray.schedule import Op
 from tests.foldray.parity import engine_on, own_batches
 
 # aten calls whose results, or whose sizes of results, the host has to know.

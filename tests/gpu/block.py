@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from foldray.blueprint.flops import step_flops
 from foldray.comm import Groups
 from foldray.model import Batch, Transformer
+from foldray.orders import Ordering
 from foldray.recipe import Recipe
 from foldray.runtime.peak import matmul_peak
-from foldray.schedule import Ordering
 from tests.gpu.report import Report
 from trainers.worker.engines import make_engine
 

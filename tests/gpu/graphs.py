@@ -15,10 +15,10 @@ import torch
 
 from foldray.comm import Groups
 from foldray.model import Batch
+from foldray.orders import Ordering
 from foldray.recipe import CAPTURED, Recipe
 from foldray.runtime import Trace
 from foldray.runtime.graphs import EAGER_STEPS, Captures, CudaRecorder, Recorder
-from foldray.schedule import Ordering
 from tests.gpu import network
 from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, kernels_of, peak_of, timed
 from tests.gpu.report import Report

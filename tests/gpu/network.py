@@ -22,13 +22,13 @@ try:
 except ModuleNotFoundError:  # then rows travel over the copy engine alone
     triton = None
 
+from foldray.clock import Recording, replay
 from foldray.comm import Groups, Pending
 from foldray.comm.communicator import Communicator
 from foldray.model import Batch
+from foldray.orders import Ordering
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
-from foldray.schedule import Ordering
-from foldray.timeline import Recording, replay
 from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, steps_in_turns
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch

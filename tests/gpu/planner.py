@@ -10,16 +10,16 @@ import torch
 import yaml
 
 from foldray.comm import Groups
+from foldray.costs.candidate import DTYPES, Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware
+from foldray.costs.lists import block_of
+from foldray.costs.prediction import Step
+from foldray.costs.rank import OpWork
+from foldray.graph import Op
 from foldray.model import Batch
-from foldray.planner.candidate import DTYPES, Candidate, Job
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware
-from foldray.planner.lists import block_of
-from foldray.planner.prediction import Step
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
-from foldray.schedule import Op
 from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, pieces, steps_in_turns
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch

@@ -9,9 +9,9 @@ import optuna
 import pytest
 import yaml
 
+from foldray.costs.hardware import Hardware, load_hardware
+from foldray.costs.prediction import predict
 from foldray.errors import UserError
-from foldray.planner.hardware import Hardware, load_hardware
-from foldray.planner.prediction import predict
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from tuners.learning import write_corrected_hardware

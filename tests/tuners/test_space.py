@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from foldray.costs.hardware import load_hardware
 from foldray.errors import UserError
-from foldray.planner.hardware import load_hardware
 from foldray.recipe import Recipe
 from tests.foldray.test_recipe import SHIPPED
 from tuners.predictions import predict_rows

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from foldray.comm import Groups
 from foldray.errors import UserError
-from foldray.fold import Edges
+from foldray.nodes import Edges
 from foldray.recipe import Recipe
 from trainers.cluster import joining
 from trainers.cluster.joining import resources

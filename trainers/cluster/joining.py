@@ -16,8 +16,8 @@ from ray.exceptions import AuthenticationError
 
 from foldray.amounts import in_bytes
 from foldray.blueprint import count_by_cut
+from foldray.costs.memory import parameters
 from foldray.errors import UserError
-from foldray.planner.memory import parameters
 from foldray.recipe import Recipe
 from foldray.urls import told_without
 from trainers.cluster.jobs import WANTS_TOKEN, has_token, in_job, token_file

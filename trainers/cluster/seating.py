@@ -17,8 +17,8 @@ import ray
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroupContext
 
-from foldray.fold import Edges, Room, arrange
-from foldray.planner import traffic
+from foldray.costs import traffic
+from foldray.nodes import Edges, Room, arrange
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from trainers.cluster.joining import join, resources, seats

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from foldray.errors import UserError
+from foldray.orders import AF_PIPE
 from foldray.recipe import Recipe
-from foldray.schedule import AF_PIPE
 from trainers.driver.trainer import FoldTrainer
 
 

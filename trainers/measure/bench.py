@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from foldray.clock import Recording, Span, draw_text, perfetto, replay, slice_timings
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.files import check_folder, check_picture, write_picture, writing
 from foldray.finding import recorded_bound
+from foldray.graph import SLICINGS, Op, SliceCost, StepGraph
 from foldray.model import Losses
+from foldray.orders import Ordering
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import SLICINGS, Op, Ordering, SliceCost, Span, StepGraph
-from foldray.timeline import Recording, draw_text, perfetto, replay, slice_timings
 from trainers.cluster.actors import on_workers
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import together, wait_for

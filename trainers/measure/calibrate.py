@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from foldray.comm import Groups
+from foldray.costs.hardware import Hardware
 from foldray.errors import UserError
 from foldray.files import writing
-from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers.cluster.actors import on_workers
 from trainers.measure.speeds import measured

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from foldray.comm import Groups
+from foldray.costs.candidate import DTYPES, Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware
+from foldray.costs.prediction import Step
+from foldray.costs.rank import OpWork
+from foldray.graph import Op
 from foldray.kernels.attention import Mask, attend, attend_backward, merge
 from foldray.kinds import ATTENTION, ROUTE
-from foldray.planner.candidate import DTYPES, Candidate, Job
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware
-from foldray.planner.prediction import Step
+from foldray.orders import Ordering
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
-from foldray.schedule import Op, Ordering
 from trainers.measure.comparison import random_batch
 from trainers.measure.meter import Meter
 from trainers.worker.engines import make_engine

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 
 from foldray.blueprint import ModelSpec
 from foldray.comm import Communicator, Groups, Pending
+from foldray.costs.candidate import DTYPES
+from foldray.costs.device import full_waves
+from foldray.costs.hardware import Hardware
 from foldray.fold import Fold, divisors
 from foldray.kernels.experts import expert_ffn
-from foldray.planner.candidate import DTYPES
-from foldray.planner.device import full_waves
-from foldray.planner.hardware import Hardware
 from foldray.recipe import Recipe
 from trainers.measure.meter import ROUNDS, Meter
 from trainers.measure.op_times import attention_length, of_ops, of_slices

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from foldray.clock import Recording
 from foldray.comm import Groups
+from foldray.graph import StepGraph
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import StepGraph
-from foldray.timeline import Recording
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import together, wait_for
 from trainers.worker.engines import make_engine

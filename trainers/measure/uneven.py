@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from foldray.blueprint import ModelSpec, rank_shares, visits_of_a_token
+from foldray.clock import Recording, replay
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
+from foldray.graph import Op, StepGraph
 from foldray.kinds import COMBINE, DISPATCH, EXPERT
 from foldray.moe import Pattern
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
-from foldray.schedule import Op, StepGraph
-from foldray.timeline import Recording, replay
 from trainers.cluster.actors import on_workers
 from trainers.measure.bench import WARM_UP, recorded, slowest, timed_step
 from trainers.telemetry.expert_health import max_over_mean, on_ranks

@@ -16,8 +16,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from foldray.drawing import Table
-from foldray.fold import Fold, Placement
+from foldray.fold import Fold
+from foldray.nodes import Placement
+from foldray.nodes.drawing import Table
 from trainers.pictures.canvas import GREY, INK
 
 Color = tuple[float, float, float]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from foldray.planner.device import Device
-from foldray.planner.hardware import Hardware
-from foldray.planner.memory import GIB
-from foldray.planner.placing import adapters
-from foldray.planner.report import Comparison, schedule
-from foldray.planner.search import Found
-from foldray.planner.space import Space
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware
+from foldray.costs.memory import GIB
+from foldray.plan.placing import adapters
+from foldray.plan.report import Comparison, schedule
+from foldray.plan.search import Found
+from foldray.plan.space import Space
 from trainers.pictures.canvas import BLUE, INK, ORANGE, PALE_GREY, RED, one_panel, write
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from foldray.clock import Span, length, merged
+from foldray.graph import Graph, Op
 from foldray.kinds import OP_KINDS
-from foldray.schedule import Graph, Op, Span
-from foldray.timeline import length, merged
 from trainers.pictures.canvas import INK, RED, panels, write
 
 _HATCHES = {"B": "////", "W": "xxxx"}

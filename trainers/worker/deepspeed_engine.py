@@ -29,6 +29,7 @@ from torch import nn
 from foldray.blueprint.parameters import CLASSES, GradientClass
 from foldray.comm import Groups
 from foldray.model import Batch, Losses, Transformer
+from foldray.orders import Ordering
 from foldray.recipe import Recipe
 from foldray.runtime import (
     Gradients,
@@ -44,7 +45,6 @@ from foldray.runtime import (
     shards_of,
     state_keys,
 )
-from foldray.schedule import Ordering
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

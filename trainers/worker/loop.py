@@ -20,10 +20,10 @@ from ray.train.v2._internal.execution.context import get_train_context as get_in
 
 from foldray.blueprint import step_flops
 from foldray.comm import APART, TRAFFIC, Activity, Count, Groups, probe
+from foldray.costs.candidate import DTYPES as SHORT_DTYPES
+from foldray.costs.hardware import data_sheet_peak
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
-from foldray.planner.candidate import DTYPES as SHORT_DTYPES
-from foldray.planner.hardware import data_sheet_peak
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate
 from foldray.runtime.peak import matmul_peak, processor

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 
 from foldray.comm import Groups
+from foldray.orders import FoundList, Ordering
 from foldray.runtime import Execution, Trace
-from foldray.schedule import FoundList, Ordering
 from trainers.telemetry.records import Drifted, Listed, Settled, Tried
 
 SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them

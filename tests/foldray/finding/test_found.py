@@ -12,26 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foldray.clock import COMPUTE, Cost, check, times
 from foldray.finding import Problem, blocks_left, find, first_list, lower_bound
 from foldray.finding.greedy import Rule, walk
 from foldray.finding.moves import improve
+from foldray.graph import Chunk, Op, Place, Reduction, SliceCost, StepGraph, slice_sequence
 from foldray.kinds import ATTENTION, EXPERT, FFN, HANDOVER, HEAD, WITH_WEIGHTS
-from foldray.schedule import (
-    COMPUTE,
-    OVERLAPS,
-    Chunk,
-    Cost,
-    Op,
-    Overlap,
-    Place,
-    Reduction,
-    SliceCost,
-    StepGraph,
-    check,
-    slice_sequence,
-    step_schedule,
-    times,
-)
+from foldray.orders import OVERLAPS, Overlap, step_schedule
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.order import check_lists
 from tests.foldray.random_lists import find_at_random, random_cost

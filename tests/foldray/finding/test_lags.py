@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from foldray.clock import OpCosts, simulate
 from foldray.finding import settle
-from foldray.schedule import ONE_A_ONE_M, STREAM, OpCosts, Ordering, Overlap, Slicing, StepGraph, position_list, step_schedule
-from foldray.timeline import simulate
+from foldray.graph import Slicing, StepGraph
+from foldray.orders import ONE_A_ONE_M, STREAM, Ordering, Overlap, position_list, step_schedule
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.parity import check_equal, make_recipe, one_process, train
 

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from foldray.blueprint import ModelSpec, forward_flops_per_token
+from foldray.clock import draw_text
+from foldray.costs.candidate import Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.hardware import load_hardware
+from foldray.costs.prediction import predict
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import simulate_step
 from foldray.errors import UserError
 from foldray.fold import Fold
-from foldray.planner.candidate import Candidate, Job
-from foldray.planner.costs import OpWork
-from foldray.planner.device import Device
-from foldray.planner.hardware import load_hardware
-from foldray.planner.prediction import predict
-from foldray.planner.whole import simulate_step
-from foldray.schedule import SliceCost, named_ordering
-from foldray.timeline import draw_text
+from foldray.graph import SliceCost
+from foldray.orders import named_ordering
 from foldray.windows import FULL, find_window
 from tests.foldray.parity import MODEL, check_equal, make_recipe, one_process, train, worst
 

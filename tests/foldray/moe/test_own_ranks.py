@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.fold.routes import Routes
 from foldray.moe.apart import ExpertExchange, TokenExchange
 from foldray.moe.once import Chosen, Encoded, encode
+from foldray.nodes.routes import Routes
 from tests.gate import examples
 
 K, LOCAL = 2, 2  # experts per token, experts per rank

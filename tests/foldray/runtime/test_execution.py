@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from foldray.clock import Recording, replay, usage
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.graph import Op, SliceCost
 from foldray.model import Batch
+from foldray.orders import OVERLAPS, Ordering, Overlap, named_ordering
 from foldray.runtime import Execution, Gradients, StepModule, Trace
-from foldray.schedule import OVERLAPS, Op, Ordering, Overlap, SliceCost, named_ordering
-from foldray.timeline import Recording, replay, usage
 from tests.foldray.parity import MODEL, engine_of, engine_on, make_recipe, model_of, sample
 
 LENGTH = 32

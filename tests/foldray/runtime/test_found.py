@@ -5,9 +5,9 @@ from __future__ import annotations
 from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.graph import Op, Place, Slicing, StepGraph
 from foldray.kinds import COMBINE, COUNTS, DISPATCH
 from foldray.runtime.found import lane_of
-from foldray.schedule import Op, Place, Slicing, StepGraph
 
 
 def test_rows_between_halves_use_one_direction_of_a_link() -> None:

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foldray.comm import Groups
 from foldray.errors import UserError
+from foldray.graph import Op
 from foldray.kinds import ROUTE
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Router
@@ -21,7 +22,6 @@ from foldray.runtime import Engine, Trace, graphs
 from foldray.runtime.graphs import EAGER_STEPS, Captures, slots_of
 from foldray.runtime.micro_batch import MicroBatch
 from foldray.runtime.op_graphs import Computed
-from foldray.schedule import Op
 from tests.foldray.parity import engine_of, make_recipe, own_batches
 from tests.foldray.standin import NotCapturable, Standin, survey
 from tests.pool import RankFailure

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from foldray.fold import Edges
+from foldray.nodes import Edges
 from foldray.recipe import Recipe
 from tests.patches import patched
 from trainers import FoldTrainer

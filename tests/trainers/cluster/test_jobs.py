@@ -22,10 +22,10 @@ PACKAGES = ("foldray", "trainers", "tuners")
 def root(tmp_path: Path) -> Path:
     """A checkout in which people have worked."""
     root = tmp_path / "checkout"
-    for name in ("foldray/fold", "foldray/planner/hardware", "trainers/data", "tuners"):
+    for name in ("foldray/fold", "foldray/costs/hardware", "trainers/data", "tuners"):
         (root / name).mkdir(parents=True)
         (root / name / "__init__.py").write_text("x = 1\n")
-    (root / "foldray/planner/hardware/h200.yaml").write_text("name: h200\n")
+    (root / "foldray/costs/hardware/h200.yaml").write_text("name: h200\n")
     for name in ("runs/a/step_1/x.distcp", ".venv/lib/y.py", ".git/objects/z", "data/text.txt", "mlflow.db", "tests/t.py"):
         _large(root / name)
         _large(root / "foldray" / name.replace("tests/t.py", "fold/__pycache__/t.pyc"))
@@ -53,7 +53,7 @@ def test_a_job_carries_the_packages_alone(root: Path, tmp_path: Path) -> None:
     folder.mkdir()
     jobs._pack(folder, recipe, root)
     assert carried(folder) == {
-        "recipe.yaml", "foldray/fold/__init__.py", "foldray/planner/hardware/__init__.py", "foldray/planner/hardware/h200.yaml",
+        "recipe.yaml", "foldray/fold/__init__.py", "foldray/costs/hardware/__init__.py", "foldray/costs/hardware/h200.yaml",
         "trainers/data/__init__.py", "tuners/__init__.py",
     }  # fmt: skip
     assert Recipe.load(folder / "recipe.yaml") == recipe

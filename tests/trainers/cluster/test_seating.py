@@ -17,7 +17,8 @@ import ray
 from ray.train.v2._internal.execution.context import DistributedContext
 
 from foldray.cli import main
-from foldray.fold import Edges, Flow, Fold
+from foldray.fold import Fold
+from foldray.nodes import Edges, Flow
 from tests.foldray.parity import make_recipe
 from tests.trainers.driver.runs import MODEL, write_texts
 from trainers.cluster import seating

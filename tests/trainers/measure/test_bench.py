@@ -11,14 +11,14 @@ import torch
 
 from foldray.blueprint import ModelSpec, expert_shares
 from foldray.cli import main
+from foldray.clock import Recording, draw_text, perfetto, replay
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.finding import recorded_bound
+from foldray.graph import StepGraph
 from foldray.kinds import REDUCE
 from foldray.recipe import Recipe
 from foldray.runtime import Trace
-from foldray.schedule import StepGraph
-from foldray.timeline import Recording, draw_text, perfetto, replay
 from tests.foldray.parity import engine_of, make_recipe
 from tests.foldray.random_recipes import draw
 from trainers.measure.bench import DEFAULT, recorded, timed_step

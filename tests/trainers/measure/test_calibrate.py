@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foldray.cli import main
-from foldray.planner.hardware import load_hardware
+from foldray.costs.hardware import load_hardware
 from trainers.measure.speeds import _line
 
 RECIPE = """

@@ -16,8 +16,8 @@ import torch
 
 from foldray.comm import Groups
 from foldray.fold import Fold
+from foldray.orders import Ordering
 from foldray.recipe import Recipe
-from foldray.schedule import Ordering
 from tests.foldray.parity import make_recipe
 from tests.patches import patched
 from tests.trainers.powercap import make, use

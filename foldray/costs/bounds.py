@@ -1,0 +1,208 @@
+"""Lower bounds of a step's time, from the seconds that its ops compute and send, without a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from foldray.blueprint import BlockSpec
+from foldray.costs.candidate import Pieces
+from foldray.costs.layout import Content, PipelineLayout, Positions
+from foldray.costs.rank import RankCosts, Totals, shared_by_ops
+from foldray.graph import Slicing, gathers
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE
+
+_TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
+_DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
+
+
+class PassWork(NamedTuple):
+    """Seconds of one pass.
+
+    Args:
+        computed: all computation.
+        travels: all all-to-alls.
+        least: a lower bound of the whole pass if blocks drain.
+        piece: a lower bound of the seconds until the first piece is through.
+    """
+
+    computed: float
+    travels: float
+    least: float
+    piece: float
+
+
+class StageBound(NamedTuple):
+    """Lower bounds of the seconds of a stage, forward and backward together: of all of it, and of its first piece."""
+
+    seconds: float
+    piece: float
+
+
+def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
+    kinds = _MOE if block.moe else _DENSE
+    return (PROJECT, GATHER, *kinds) if gathers(pieces.slicing, rank.fold.cp) else kinds
+
+
+def ops_of_pass(rank: RankCosts, block: BlockSpec, back: bool, pieces: Pieces) -> list[tuple[str, bool]]:
+    """Return the ops of one pass of a block, as (kind, whether it is a backward op). Recomputed ops are forward ops."""
+    kinds = _ops(rank, block, pieces)
+    return [(kind, back) for kind in kinds] + [(kind, False) for kind in (_recomputed(kinds, pieces) if back else ())]
+
+
+def _recomputed(kinds: Sequence[str], pieces: Pieces) -> list[str]:
+    """Return the kinds of ops that run again. Projections do if attention does."""
+    again = {*pieces.recompute, *((PROJECT,) if ATTENTION in pieces.recompute else ())}
+    return [kind for kind in kinds if kind in again]
+
+
+def cut_of(kind: str, slicing: Slicing) -> tuple[int, ...]:
+    """Return the tokens of each piece of a kind of op in a block."""
+    return slicing.attention if OP_KINDS[kind].cut == "slices" else slicing.moe
+
+
+def ends_of(content: Content, slicing: Slicing) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the kinds EMBED and HEAD that a content has, each as often as it has it, with the tokens of each of its pieces."""
+    embedding = [(EMBED, slicing.attention)] if content.embedding else []
+    if not content.head:
+        return embedding
+    return embedding + [(HEAD, slicing.moe if content.head.moe else slicing.attention)] * content.heads
+
+
+def least_computed(rank: RankCosts, blocks: Iterable[BlockSpec], pieces: Pieces) -> float:
+    """Return the seconds that the cheapest of these blocks computes, forward and backward."""
+    works = [_block_works(rank, block, pieces) for block in blocks]
+    return min([forward.computed + backward.computed for forward, backward in works])
+
+
+@shared_by_ops
+def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[PassWork, PassWork]:
+    kinds = _ops(rank, block, pieces)
+    totals = {kind: rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds}
+    again = {kind: totals[kind][0].total for kind in _recomputed(kinds, pieces)}
+    forward = _pass_work(block, {kind: both[0] for kind, both in totals.items()}, {}, pieces)
+    backward = _pass_work(block, {kind: both[1] for kind, both in totals.items()}, again, pieces)
+    return forward, backward
+
+
+def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
+    """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
+
+    Gathered keys and values do not count: other ops can hide them.
+
+    A block in one piece is a chain, except that experts may be recomputed while their gradients travel to them. For several
+    pieces, `least` is the largest of three bounds of a block that drains: all computation; all travel, with attention and
+    routing of a piece before it and a weighted sum after it; attention, routing and experts of all pieces, with one combine
+    and weighted sum after them. Backward has the reverse order and the same bounds.
+
+    Args:
+        totals: kind → seconds of the ops of this pass.
+        again: kind → seconds of the ops that run again in it.
+    """
+    plain = piece = 0.0
+    for kind, seconds in totals.items():
+        if kind not in _TRAVEL:
+            plain += seconds.total
+        piece += seconds.least if kind != GATHER else 0.0
+    computed = plain + sum(again.values())
+    if not block.moe:
+        return PassWork(computed, 0.0, computed, piece)
+    combine, merge = totals[COMBINE], totals[MERGE]
+    travels = totals[DISPATCH].total + combine.total
+    if pieces.hiding == "nothing":
+        return PassWork(computed, travels, computed + travels - min(again.get(EXPERT, 0.0), combine.total), piece)
+    bound_by_link = totals[ATTENTION].first + totals[ROUTE].least + travels + merge.least
+    last_back = plain - merge.total + merge.least + combine.least
+    return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)
+
+
+@shared_by_ops
+def stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
+    """Return the work of a stage's forward and backward for one part of a micro-batch: blocks, embedding and head."""
+    blocks = [(_block_works(rank, block, pieces), count) for block, count in content.blocks]
+    ends = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
+    forward, backward = (
+        _together(sum([totals[back].total for totals in ends]), [(works[back], count) for works, count in blocks])
+        for back in (False, True)
+    )
+    return forward, backward
+
+
+def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
+    """Return the work of a pass: embedding and head, and several blocks of each kind."""
+    computed, travels, least, piece = ends, 0.0, ends, 0.0
+    for work, count in works:
+        computed += count * work.computed
+        travels += count * work.travels
+        least += count * work.least
+        piece += count * work.piece
+    return PassWork(computed, travels, least, piece)
+
+
+def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[float]:
+    """Return lower bounds of the seconds of forward and backward of stages, for one micro-batch.
+
+    If blocks drain, a stage takes at least the sum of the bounds of its blocks. Otherwise it takes at least all of its
+    computation or all of its all-to-alls, whichever is longer. Hidden communication slows computation down (`crowding`). The
+    bound of several stages together is at most the sum of their bounds.
+    """
+    return [_stage_bound(rank, content, pieces).seconds for content in contents]
+
+
+@shared_by_ops
+def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBound:
+    crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
+    for work in stage_works(rank, content, pieces):
+        least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
+        total += least + crowding * (work.computed + work.travels - least)
+        piece += work.piece
+    return StageBound(pieces.batch_degree * total, piece)
+
+
+def hop_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces, stages: Sequence[float]) -> list[float]:
+    """Return lower bounds of the seconds until the next stage can begin: forward and backward together, with handovers.
+
+    The next stage begins after the whole pass (`stages`), or after its first piece if there are several.
+    """
+    if not pieces.several:
+        return [seconds + 2 * rank.handover.seconds for seconds in stages]
+    return [_stage_bound(rank, content, pieces).piece for content in contents]
+
+
+def step_bound(
+    layout: PipelineLayout, micro_batches: int, stages: Sequence[float], behind: Sequence[float], hops: Sequence[float]
+) -> float:
+    """Return a lower bound of the seconds of a step.
+
+    A position computes its stages for every micro-batch, and then updates its weights. Before its first stage begins, the
+    first stage of every earlier position must go forward. After its last backward, the same stages must go backward, and the
+    first position updates its weights.
+
+    Args:
+        micro_batches: micro-batches of one data-parallel place.
+        stages: for every form of stage, seconds of forward and backward of one micro-batch.
+        behind: for every different content of positions, seconds after the last backward.
+        hops: for every form of stage, seconds until the next stage can begin (`hop_bounds`).
+    """
+    bound, ahead, number_at = 0.0, 0.0, layout.positions.number_at
+    first = behind[number_at[0]]
+    for number, forms in zip(number_at, layout.forms_at, strict=True):
+        computed = micro_batches * sum([stages[form] for form in forms])
+        bound = max(bound, computed + max(ahead + first, behind[number]))
+        ahead += hops[forms[0]]
+    return bound
+
+
+def fold_bound(
+    rank: RankCosts, positions: Positions, hop: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
+) -> float:
+    """Return a lower bound of the seconds of a step, for any number of stages per position.
+
+    Args:
+        hop: lower bound of the seconds until the stage after a position's first stage can begin, forward and backward.
+        micro_batches, behind: as for `step_bound`.
+    """
+    first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
+    # The last of equal positions waits longest.
+    contents = zip(bounds, positions.last, behind, strict=True)
+    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in contents])

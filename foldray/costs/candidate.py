@@ -1,0 +1,176 @@
+"""The candidates of a plan: a job (model and batch), and one way to train it on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from foldray.blueprint import BlockSpec, ModelSpec, Ownership, step_flops
+from foldray.costs.layout import PipelineLayout, make_layout
+from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.graph import Chunk, PipelineGraph, Slicing, StepGraph, cut_buffer
+from foldray.orders import Ordering, check_pipeline
+
+FAMILY: Mapping[str, str] = {"dense": "dp_cp", "replicated": "tp_dp_cp", "expert": "edp"}
+"""Gradient class → the group family over which gradients of this class are summed."""
+
+
+Hiding = Literal["nothing", "within", "all"]
+"""The all-to-alls that a schedule can hide: none, those within each block (blocks drain), or all."""
+
+DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+"""The precision of a recipe → the name of the dtype in hardware files."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The model and batch to train.
+
+    Args:
+        seq_len: tokens of a sequence.
+        global_batch: sequences of an optimizer step.
+        dtype: dtype of activations and weights.
+        iterations: iterations of Newton-Schulz of Muon in a step; 0 is AdamW.
+        dispatch: what a token travels for (`moe.dispatch` of a recipe).
+        wire: how rows are written for the wire (`moe.wire` of a recipe); None leaves them as they are.
+        context: how ranks that share a sequence exchange keys and values of whole ones (`schedule.context` of a recipe).
+    """
+
+    model: ModelSpec
+    seq_len: int
+    global_batch: int
+    dtype: str = "bf16"
+    iterations: int = 0
+    dispatch: Literal["assignment", "rank"] = "assignment"
+    wire: Literal["bfloat16", "float8"] | None = None
+    context: Literal["ring", "all_gather"] = "ring"
+
+    @cached_property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """The blocks of the model, with those of multi-token prediction."""
+        return tuple(map(self.model.block, self.model.all_layers))
+
+    @cached_property
+    def flops(self) -> tuple[float, float]:
+        """FLOPs of a step: those of causal attention, and those of full attention."""
+        causal, full = (step_flops(self.model, self.seq_len, self.global_batch, causal) for causal in (True, False))
+        return causal, full
+
+
+class Pieces(NamedTuple):
+    """The properties of an ordering that bounds of time and memory depend on.
+
+    Args:
+        slicing: how a rank's share of a sequence is cut.
+        recompute: kinds of ops whose forward runs again.
+        hiding: the all-to-alls that can be hidden.
+        batch_degree: number of parts of a micro-batch whose pieces overlap.
+    """
+
+    slicing: Slicing
+    recompute: tuple[str, ...] = ()
+    hiding: Hiding = "nothing"
+    batch_degree: int = 1
+
+    @property
+    def several(self) -> bool:
+        """Whether a stage works on several pieces of a micro-batch, so that it hands its output over piece by piece."""
+        return self.slicing.degree * self.batch_degree > 1
+
+    @classmethod
+    def of(cls, ordering: Ordering, seq_len: int, ranks: int) -> Pieces:
+        """Return the pieces of an ordering if `ranks` ranks share a sequence of `seq_len` tokens."""
+        slicing = (ordering.slicing or Slicing((seq_len,), (seq_len,))).shared(ranks)
+        return cls(slicing, ordering.recompute, _hiding(ordering), ordering.batch_degree)
+
+
+def _hiding(ordering: Ordering) -> Hiding:
+    if ordering.degree * ordering.batch_degree == 1:
+        return "nothing"
+    drains = ordering.forward.row.drains and ordering.backward.row.drains
+    return "within" if drains and ordering.batch_degree == 1 else "all"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train a job.
+
+    Args:
+        micro_batch: sequences of a micro-batch.
+        virtual_stages: stages per pipeline position.
+        zero: stage of ZeRO. 0 to 2 are as in training. 3 also shards the weights, and gathers them for every op.
+        stage_layers: number of blocks of each stage; None cuts evenly.
+    """
+
+    job: Job
+    fold: Fold
+    ordering: Ordering = field(default_factory=Ordering)
+    micro_batch: int = 1
+    virtual_stages: int = 1
+    zero: int = 1
+    stage_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.ownership  # making it checks the fold, also where Python runs no assertions
+        if self.micro_batch % self.ordering.batch_degree:
+            raise UserError(
+                "micro_batch", self.micro_batch, f"must be a multiple of the schedule's {self.ordering.batch_degree} parts"
+            )
+        if self.job.global_batch % (self.fold.dp * self.micro_batch):
+            rule = f"must be a multiple of dp={self.fold.dp} × micro_batch={self.micro_batch}"
+            raise UserError("global_batch", self.job.global_batch, rule, [self.fold.dp * self.micro_batch])
+        if not self.fold.disjoint:
+            check_pipeline(self.pipeline)
+
+    def with_passes(self, count: int) -> Candidate:
+        """Return the same candidate with this number of micro-batches in a step."""
+        return replace(self, job=replace(self.job, global_batch=count * self.fold.dp * self.micro_batch))
+
+    @cached_property
+    def ownership(self) -> Ownership:
+        return Ownership(self.job.model, self.fold, self.virtual_stages, self.stage_layers)
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of one data-parallel place in a step."""
+        return self.job.global_batch // (self.fold.dp * self.micro_batch)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[BlockSpec, ...], ...]:
+        """The blocks of every stage."""
+        return tuple(tuple(self.job.blocks[i] for i in stage.layers) for stage in self.ownership.stages)
+
+    @property
+    def layout(self) -> PipelineLayout:
+        return make_layout(self.stages, self.fold.pp)
+
+    @property
+    def pipeline(self) -> PipelineGraph:
+        """The graph of the step with stages as its smallest pieces."""
+        return PipelineGraph(self.fold.pp, self.micro_batches, self.virtual_stages)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return Pieces.of(self.ordering, self.job.seq_len, self.fold.cp * self.fold.tp)
+
+    @cached_property
+    def graph(self) -> StepGraph:
+        """The graph of the step that training would run, without reductions."""
+        parts = self.micro_batches * self.ordering.batch_degree
+        return self.ordering.graph(self.ownership, self.stages, self.job.seq_len, parts, ragged=False)
+
+    @cached_property
+    def reducing(self) -> StepGraph:
+        """The graph of the same step with the reductions of its gradients."""
+        grids = self.fold.views.values() if self.fold.disjoint else [self.fold.attention]
+        firsts = [grid.ranks[0] + place * grid.stride("pp") for grid in grids for place in range(grid.length("pp"))]
+        return replace(self.graph, chunks=tuple(tuple(self._chunks(rank)) for rank in firsts))
+
+    def _chunks(self, rank: int) -> Iterator[Chunk]:
+        """Yield the chunks of a rank's float32 gradients. Gradients that only one rank holds are not reduced."""
+        for name, parts in self.ownership.gradient_parts(rank).items():
+            if self.fold.group_size(FAMILY[name]) > 1:
+                yield from cut_buffer(name, parts, 4, self.ordering.reduction.most)

@@ -1,0 +1,315 @@
+"""What the costs of ops are made of: products, passes over memory, starts of kernels, and traffic.
+
+Counts are those of one rank. An op works on n tokens of the rank's share of the sequences, and on wide = n · tp tokens
+between TP's gather and scatter. A backward op has two matrix products for each product of its forward op (for the gradients
+of inputs and of weights), passes over twice the memory, and adds the gradients of weights to float32 sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, ModelSpec, overload
+from foldray.clock import COMPUTE
+from foldray.costs.candidate import Job
+from foldray.costs.device import Device
+from foldray.costs.hardware import counts
+from foldray.costs.network import Network, Travel
+from foldray.costs.rows import Travelling, travelling
+from foldray.costs.shares import Work
+from foldray.fold import Fold
+from foldray.kinds import ATTENTION, EMBED, EXPERT, MERGE, PROJECT, ROUTE
+
+
+class Parts(ABC):
+    """The parts of the costs of a rank's ops (`RankCosts`)."""
+
+    job: Job
+    model: ModelSpec
+    fold: Fold
+    device: Device
+    network: Network
+    sequences: float
+    zero: int
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[tuple[str, BlockSpec | None], float]:
+        """Number of parameters that a rank computes with, by (kind of op, block)."""
+
+    def _dense(self, n: float, spec: FeedForwardSpec, back: bool) -> Iterator[Work]:
+        """Yield the work of a feed-forward network that TP cuts."""
+        wide, inner, width = n * self.fold.tp, spec.inner / self.fold.tp, spec.width / self.fold.tp
+        yield from self._tensor(wide, back)
+        yield from self._products("gemm", wide, self.model.hidden, width, back)
+        yield self._memory((2 if back else 1) * wide * (width + inner) * self.device.bytes)
+        yield from self._products("gemm", wide, inner, self.model.hidden, back)
+
+    def _tensor(self, wide: float, back: bool, ways: int = 2) -> Iterator[Work]:
+        """Yield TP's gather before a computation and, with two `ways`, its scatter after it.
+
+        Backward gathers again, for the gradient of the weights.
+        """
+        for _ in range(ways + back):
+            yield self._travel("tp", self.network.gather("tp", wide * self._width))
+
+    def _products(
+        self, what: str, rows: float, inside: float, outside: float, back: bool, wide: bool = False, groups: float = 1
+    ) -> Iterator[Work]:
+        """Yield the work of a product [rows, inside] × [inside, outside], or of the two products for its gradients.
+
+        Args:
+            wide: whether the product is never in fp8.
+            groups: number of matrices of weights, among which the rows are spread evenly.
+        """
+        if not wide:
+            yield Work(COMPUTE, "memory", self.device.casts(rows * (outside if back else inside)))
+        m = rows / groups
+        # The gradient of the input, then that of the weights.
+        shapes = ((m, outside, inside), (inside, m, outside)) if back else ((m, inside, outside),)
+        for weights, shape in enumerate(shapes):
+            yield Work(COMPUTE, what, self.device.product(*shape, wide, groups), bool(weights))
+        if back:
+            yield self._memory(counts().sums * groups * inside * outside)._replace(weights=True)
+
+    def _embedded(self, wide: float, back: bool) -> Iterator[Work]:
+        """Yield the work for rows of the embedding."""
+        yield self._memory((3 if back else 2) * wide * self._width)
+        yield self._travel("tp", self.network.gather("tp", wide * self._width))
+        yield self._launch(EMBED, back)
+
+    def _joined(self, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work with which a block of multi-token prediction begins: an embedding, three norms, and a product."""
+        yield from self._embedded(n * self.fold.tp, back)
+        yield self._memory((2 if back else 1) * 10 * n * self._width)
+        yield self._launch("head_norm", back)
+        yield from self._products("gemm", n, 2 * self.model.hidden, self.model.hidden, back)
+
+    def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
+        """Yield ZeRO-3's gather of weights over the ranks that share them. Backward also scatters their gradients."""
+        if self.zero < 3:
+            return
+        family = "edp" if part == EXPERT else "dp_cp"
+        whole = self.weights[part, block] * self.device.bytes
+        for _ in range(2 if back else 1):
+            yield self._travel(family, self.network.gather(family, whole))
+
+    @property
+    def _width(self) -> float:
+        """Bytes of one token's activation."""
+        return self.model.hidden * self.device.bytes
+
+    def _rows(self, tokens: range) -> float:
+        return len(tokens) * self.sequences
+
+    def _memory(self, moved: float) -> Work:
+        return Work(COMPUTE, "memory", self.device.passes(moved))
+
+    def _permuted(self, moved: float) -> Work:
+        return Work(COMPUTE, "memory", self.device.passes(moved) / self.device.share["permute"])
+
+    def _launch(self, kind: str, back: bool, times: int = 1) -> Work:
+        kernels = counts().kernels[kind]
+        calls = counts().calls.get(kind, (kernels, 2 * kernels))[back]
+        seconds = self.device.launches(times * kernels * (2 if back else 1))
+        return Work(COMPUTE, "launch", seconds, calls=times * calls)
+
+    @staticmethod
+    def _travel(what: str, travel: Travel) -> Work:
+        return Work(travel.lane, what, travel.seconds)
+
+
+class AttentionParts(Parts):
+    """What `Parts` has, and attention. Its cost over slices follows FoldMoE's formula (5), but counts keys causally."""
+
+    def _attention(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        spec, fold, shared = block.attention, self.fold, self.fold.cp * self.fold.tp
+        wide, local = self._rows(tokens) * fold.tp, spec.cut(fold.tp)
+        whole = len(tokens) * shared == self.job.seq_len
+        if whole or fold.cp == 1:
+            yield from self._projected(block, tokens, back)
+        yield self._travel("tp", self.network.gather("tp", wide * self._width))
+        seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys per query
+        queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
+        core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (local.queries + local.outputs), queries)
+        yield Work(COMPUTE, "attention", core)
+        if local.sinks:
+            yield self._memory(2 * wide * local.outputs * self.device.bytes)
+        if fold.cp > 1 and whole:
+            # A ring passes keys and values on while it attends to those that have arrived, and an all-gather brings all of them
+            # first. Backward brings them again, and their float32 gradients back.
+            travel = self._keys(spec, wide, self.device.bytes + 4 * back)
+            hidden = core * (fold.cp - 1) / fold.cp if self.job.context == "ring" else 0.0
+            yield Work(travel.lane, "cp", max(0.0, travel.seconds - hidden))
+        if fold.cp > 1 or not whole:
+            yield from self._parts(local, tokens, whole, wide, back)
+        yield from self._products("gemm", wide, local.outputs, self.model.hidden, back)
+        yield self._launch(ATTENTION, back)
+        if not whole and fold.cp > 1:
+            yield self._launch(PROJECT, back, times=-1)
+
+    def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        yield from self._projected(block, tokens, back)
+        yield self._launch(PROJECT, back)
+
+    def _projected(self, block: BlockSpec, tokens: range, back: bool) -> Iterator[Work]:
+        """Yield the work for queries, keys and values, with norm, residual and TP's gather."""
+        n, local = self._rows(tokens), block.attention.cut(self.fold.tp)
+        wide = n * self.fold.tp
+        yield from self._zero3(ATTENTION, block, back)
+        if block.mtp:
+            yield from self._joined(n, back)
+        heads = wide * (local.queries + local.keys) * self.device.bytes  # bytes of queries and keys, which rope rotates
+        yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
+        if local.norm != "none":
+            yield self._memory((2 if back else 1) * 2 * heads)
+            yield self._launch("head_norm", back)
+        if local.norm == "all":  # the sums of squares, or their gradients
+            yield self._travel("tp", self.network.reduce("tp", 8 * wide))
+        made = local.queries + local.keys + local.values
+        if local.bias != "none":
+            yield self._memory((2 if back else 1) * wide * made * self.device.bytes)
+        if local.latent:
+            yield from self._latent(local, n, back)
+            return
+        yield from self._tensor(wide, back, ways=1)
+        yield from self._products("gemm", wide, self.model.hidden, made, back)
+
+    def _latent(self, local: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work of latent attention for queries, keys and values."""
+        hidden, wide, narrow = self.model.hidden, n * self.fold.tp, sum(local.downs.values())
+        yield from self._products("gemm", n, hidden, narrow, back)
+        yield self._memory((2 if back else 1) * 4 * n * narrow * self.device.bytes)
+        yield self._travel("tp", self.network.gather("tp", wide * narrow * self.device.bytes))
+        if local.latent and not local.latent.query_rank:
+            yield from self._tensor(wide, back, ways=1)
+        for inside, width in local.inputs.values():
+            yield from self._products("gemm", wide, inside or hidden, width, back)
+
+    def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        """Yield the travel of a slice's keys and values; in backward, of their float32 gradients."""
+        assert block
+        wide = self._rows(tokens) * self.fold.tp
+        yield self._travel("cp", self._keys(block.attention, wide, 4 if back else self.device.bytes))
+
+    def _keys(self, spec: AttentionSpec, wide: float, itemsize: float) -> Travel:
+        """Return the travel of keys and values of `wide` tokens per rank, with `itemsize` bytes per number."""
+        local = spec.cut(self.fold.tp)
+        return self.network.gather("cp", wide * self.fold.cp * (local.keys + local.values) * itemsize)
+
+    def _parts(self, local: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:
+        """Yield the work to merge the parts of attention: float32 results in forward, float32 gradients in backward.
+
+        Each part attends to some of the keys. In a ring, the fullest rank has two parts for the keys of every member, and a
+        third part for its own keys. A slice (with CP, each of its two chunks on a rank) has one part for all tokens before
+        it, if there are any, and one part for itself. The chunks of a whole sequence whose keys are gathered have the same
+        parts, and on the fullest rank every chunk has tokens before it.
+        """
+        fold = self.fold
+        chunks = 1 if fold.cp == 1 else 2
+        ring = whole and self.job.context == "ring"
+        parts = 2 * fold.cp + 1 if ring else 2 * chunks - (tokens.start == 0 and not whole)
+        shared = fold.cp * fold.tp
+        begin = local.sees.begin(tokens.start * shared)
+        queries, keys = parts * wide / chunks, wide * fold.cp if whole else (tokens.stop * shared - begin) * self.sequences
+        moved = (queries * local.queries + keys * (local.keys + local.values)) if back else (queries - wide) * local.outputs
+        yield self._memory(moved * (8 + self.device.bytes))
+        starts = self.device.launches(counts().kernels["part"] * (parts if back else parts - chunks))
+        yield Work(COMPUTE, "launch", starts, calls=counts().calls["part"][back] * (parts - chunks))
+
+
+class MixtureParts(Parts):
+    """What `Parts` has, and MoE layers."""
+
+    @cached_property
+    def overload(self) -> float:
+        """Rows of the fullest rank over the mean, by the model's routing pattern. The costs are those of the fullest rank."""
+        return overload(self.model, self.fold.ep)
+
+    @cached_property
+    def travelling(self) -> Travelling:
+        """The rows of a token that travel."""
+        return travelling(self.job, self.fold, self.device.bytes)
+
+    def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, moe = self._rows(tokens), _mixture(block)
+        yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
+        yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
+        if moe.shared:
+            yield from self._zero3(ROUTE, block, back)
+            yield from self._dense(n, moe.shared, back)
+        yield self._launch(ROUTE, back)
+        if self.travelling.beside:
+            yield self._launch("once_route", back)
+        yield from self._written(n * self.travelling.room, out=not back)
+
+    def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        # All ranks send alike, and the fullest one receives most, or sends most on the way back.
+        yield from self._exchanged(tokens, self.travelling.messages(not back, True, back))
+
+    def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._exchanged(tokens, self.travelling.messages(back, False, back))
+
+    def _exchanged(self, tokens: range, messages: list[float]) -> Iterator[Work]:
+        """Yield all-to-alls of messages with so many bytes for a row."""
+        for row_bytes in messages:
+            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * row_bytes))
+
+    def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        moe, fold, hidden = _mixture(block), self.fold, self.model.hidden
+        rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
+        arrived, beside = self._rows(tokens) * self.travelling.arrived * fold.etp, self.travelling.beside
+        inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
+        yield from self._zero3(EXPERT, block, back)
+        # ETP gathers rows before the experts and scatters results after them; in backward the reverse. The ranks of a node pass
+        # rows on in the same way. Numbers of experts have no gradients.
+        times, given = 2 if back else 1, beside[:1] if back else beside
+        for row_bytes in (self._width, self._width, *given):
+            yield self._travel("etp", self.network.gather("etp", arrived * row_bytes))
+        if self.travelling.inside:
+            passed = self._rows(tokens) * self.travelling.inside
+            for row_bytes in (self._width, self._width, sum(given)):
+                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * row_bytes))
+            yield self._permuted(times * 3 * passed * self._width)
+            yield self._launch("once_inside", back)
+        # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
+        if beside:
+            yield self._permuted(times * (3 * rows + arrived) * self._width)
+            yield self._launch("once_expert", back)
+        elif local > 1:
+            yield self._permuted(times * 4 * rows * self._width)
+        yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * self.device.bytes)
+        for inside, outside in ((hidden, width), (inner, hidden)):
+            yield from self._products("experts", rows, inside, outside, back, groups=local)
+        yield self._launch(EXPERT, back)
+        if moe.expert.bias:
+            yield self._launch("expert_bias", back)
+        for out in (True, False):
+            yield from self._written(self._rows(tokens) * self.travelling.fullest, out)
+
+    def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield self._memory((2 if back else 1) * (self.travelling.mean + 3) * self._rows(tokens) * self._width)
+        yield self._launch(MERGE, back)
+        if self.travelling.beside:
+            yield self._launch("once_merge", back)
+        yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)
+
+    def _written(self, rows: float, out: bool) -> Iterator[Work]:
+        """Yield the work to write rows for the wire, or to read them. `out`: they are on their way to experts."""
+        if self.job.wire is None or (self.fold.ep_across == 1 and not self.fold.disjoint):
+            return
+        scaled = out and self.job.wire == "float8"
+        # The largest number of each group is found first, in a pass of its own.
+        written = self.travelling.out + self.travelling.scales if out else self.travelling.back
+        yield self._memory(rows * ((2 if scaled else 1) * self._width + written))
+        yield self._launch("scaled" if scaled else "narrow", back=False)
+
+
+def _mixture(block: BlockSpec | None) -> MixtureSpec:
+    assert block
+    assert block.moe
+    return block.moe

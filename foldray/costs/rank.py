@@ -1,0 +1,283 @@
+"""The cost of every op of a step on one rank: a sequence of (lane, what the seconds are spent on, seconds).
+
+`parts.py` says what the costs are made of. The traffic of a fold follows section 3 of MoE Parallel Folding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
+
+from foldray.blueprint import BlockSpec, count_by_op
+from foldray.clock import COMPUTE, Issue, LaneSeconds
+from foldray.costs.candidate import FAMILY, Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.layout import Content
+from foldray.costs.lists import block_of
+from foldray.costs.memo import Memo, Table, shared
+from foldray.costs.network import Network
+from foldray.costs.parts import AttentionParts, MixtureParts
+from foldray.costs.shares import Price, Work
+from foldray.fold import Fold
+from foldray.graph import Chunk, Op
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EMBED,
+    EXPERT,
+    FFN,
+    GATHER,
+    HANDOVER,
+    HEAD,
+    MERGE,
+    PROJECT,
+    REDUCE,
+    ROUTE,
+)
+
+
+class OpWork:
+    """The costs of a candidate's ops. Candidates may share the costs of a rank (`rank`), or their tables (`memo`)."""
+
+    def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None, memo: Memo | None = None):
+        self.candidate = candidate
+        sequences = candidate.micro_batch / candidate.ordering.batch_degree
+        self.rank = rank or RankCosts(candidate.job, candidate.fold, device, sequences, candidate.zero, memo)
+
+    def cost(self, op: Op) -> LaneSeconds:
+        """Return the lanes and seconds of an op, for the clock."""
+        return self._price(op).lanes
+
+    @property
+    def issue(self) -> Issue | None:
+        """What hosts need to issue ops, for the clock; None if they need no time."""
+        if not self.rank.device.share["issue"]:
+            return None
+        return Issue(lambda op: self.rank.issue(self._price(op)), lambda op: self.rank.waits(op.kind, op.direction == "B"))
+
+    def longest(self, op: Op) -> LaneSeconds:
+        """Return the cost of an op that lasts at least as long as its host needs to issue it.
+
+        A search for a list, whose order is not known yet, cannot know either where the host is ahead.
+        """
+        price = self._price(op)
+        lacking = self.rank.lacking(price)
+        return Price.of([*price.works, Work(COMPUTE, "launch", lacking)]).lanes if lacking else price.lanes
+
+    def work(self, op: Op) -> tuple[Work, ...]:
+        return self._price(op).works
+
+    def _price(self, op: Op) -> Price:
+        if op.kind == HANDOVER:
+            # Links are duplex: a position sends and receives at once. So a handover waits only for handovers of its own channel.
+            graph = self.candidate.graph
+            return Price.of([self.rank.handover_of(len(graph.tokens(op)))._replace(lane=str(graph.channel(op)))])
+        if op.kind == REDUCE:
+            return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
+        return self._computed(self.rank, op)
+
+    def _computed(self, rank: RankCosts, op: Op) -> Price:
+        """Return the price of an op on a rank with these costs. Gradients of weights may be an op of their own (W).
+
+        One such op of several pieces adds to the sums piece by piece, as the runtime does.
+        """
+        graph, block, weights = self.candidate.graph, block_of(self.candidate.graph, op), op.direction == "W"
+        pieces = graph.left_by(op) if weights else (op,)
+        prices = [rank.price(op.kind, piece.direction == "B", graph.tokens(piece), block) for piece in pieces]
+        if weights or (op.direction == "B" and op.kind in graph.later):
+            return Price.of(work for price in prices for work in price.works if work.weights == weights)
+        return prices[0]
+
+
+class Totals(NamedTuple):
+    """Seconds of all pieces of a kind together, of the first piece, and of the shortest piece."""
+
+    total: float
+    first: float
+    least: float
+
+
+shared_by_fold = shared(attrgetter("fold_table"))
+"""Decorator for results that ranks share if their fold and stage of ZeRO are the same."""
+shared_by_ops = shared(attrgetter("ops_table"))
+"""Decorator for results that ranks share if all their ops cost the same."""
+
+
+class RankCosts(AttentionParts, MixtureParts):
+    """The costs of one rank's ops, reductions and handovers under a fold.
+
+    Args:
+        sequences: number of sequences that an op works on: those of a micro-batch, or of one of its parts.
+        zero: stage of ZeRO; 3 gathers weights in every op.
+        memo: tables of known results, shared by all ranks of one job on one device.
+    """
+
+    def __init__(self, job: Job, fold: Fold, device: Device, sequences: float, zero: int = 1, memo: Memo | None = None):
+        self.job, self.model, self.fold, self.device = job, job.model, fold, device
+        self.sequences, self.zero = sequences, zero
+        self.memo = Memo() if memo is None else memo
+        self.fold_table = self.memo[fold, zero]
+        self.network, self._traits = self._network_and_traits()
+        self._op_tables: dict[tuple[str, BlockSpec | None], Table] = {}
+
+    def price(self, kind: str, back: bool, tokens: range, block: BlockSpec | None) -> Price:
+        """Return the price of an op.
+
+        Args:
+            tokens: the tokens that it works on, as positions in the rank's share of a sequence.
+            block: its block; None for embedding and head.
+        """
+        table, key = self._table_of(kind, block), (back, tokens.start if kind == ATTENTION else 0, len(tokens))
+        price: Price | None = table.get(key)
+        if price is None:
+            price = table[key] = Price.of(PRICES[kind](self, block, tokens, back))
+        return price
+
+    def issue(self, price: Price) -> float:
+        """Return how many seconds the host needs to issue an op."""
+        return price.calls * self.device.share["issue"]
+
+    def waits(self, kind: str, back: bool) -> bool:
+        """Whether the host must know how many rows a dispatch has before it can issue it."""
+        return kind == DISPATCH and not back and not self.model.router.pad
+
+    def lacking(self, price: Price) -> float:
+        """Return how many seconds longer the host takes to issue an op than the GPU takes to run it."""
+        return max(0.0, self.issue(price) - price.seconds)
+
+    def totals(self, kind: str, cut: tuple[int, ...], block: BlockSpec | None) -> tuple[Totals, Totals]:
+        """Return the seconds of a kind's pieces of these lengths in the forward and in the backward of a block."""
+        table, key = self._table_of(kind, block), ("totals", cut)
+        totals: tuple[Totals, Totals] | None = table.get(key)
+        if totals is None:
+            totals = table[key] = self._totals(kind, cut, False, block), self._totals(kind, cut, True, block)
+        return totals
+
+    def _totals(self, kind: str, cut: tuple[int, ...], back: bool, block: BlockSpec | None) -> Totals:
+        seconds = [self.price(kind, back, tokens, block).seconds for tokens in pieces_of(cut)]
+        return Totals(sum(seconds), seconds[0], min(seconds))
+
+    @cached_property
+    def ops_table(self) -> Table:
+        """The table that ranks share if all their ops cost the same."""
+        return self.memo[self.sequences, *self._traits.values()]
+
+    def _table_of(self, kind: str, block: BlockSpec | None) -> Table:
+        """Return the table that ranks share if this kind of op in this block costs the same for them."""
+        table = self._op_tables.get((kind, block))
+        if table is None:
+            table = self._op_tables[kind, block] = self.memo[kind, block, self.sequences, self._traits[kind]]
+        return table
+
+    @shared_by_fold
+    def _network_and_traits(self) -> tuple[Network, dict[str, tuple]]:
+        """Return the links under the fold and, for each kind of op, sizes and shapes of groups that its price depends on."""
+        network, fold = Network(self.fold, self.device), self.fold
+        shape = network.shape
+        tensor = fold.tp, shape("tp")
+        spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
+        rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" or self.job.wire is not None else ()
+        traits: dict[str, tuple] = {
+            EMBED: tensor,
+            PROJECT: tensor,
+            GATHER: (*tensor, fold.cp, shape("cp")),
+            ATTENTION: (*tensor, fold.cp, shape("cp")),
+            FFN: tensor,
+            ROUTE: (*tensor, *rows) if self.model.shared_hidden else rows,
+            DISPATCH: (shape("ep_across"), fold.ep_inside),
+            EXPERT: (fold.ep, fold.etp, shape("etp"), shape("ep_inside")),
+            COMBINE: (shape("ep_across"), fold.ep_inside),
+            MERGE: rows,
+            HEAD: tensor,
+        }
+        return network, {kind: (*sizes, *spread) for kind, sizes in traits.items()}
+
+    @cached_property
+    def weights(self) -> dict[tuple[str, BlockSpec | None], float]:
+        """Number of parameters that a rank computes with, by (kind of op, block)."""
+        return {key: cut + whole for key, (cut, whole) in self._weights.items()}
+
+    @cached_property
+    def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
+        """`weights` as (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank holds whole)."""
+        parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
+        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in count_by_op(self.model).items()}
+
+    def elements(self, content: Content) -> dict[str, float]:
+        """Return the number of parameters of stages, by the group family over which their gradients are summed.
+
+        An embedding that two stages share counts with the embedding, and again with the head if `content` has only the head.
+        """
+        keys = Counter[tuple[str, BlockSpec | None]]()
+        for layer, count in content.blocks:
+            for kind in kinds_with_weights(layer):
+                keys[kind, layer] += count
+        keys.update([(EMBED, None)] * content.embedding + [(HEAD, None)] * bool(content.head))
+        elements = dict.fromkeys(FAMILY.values(), 0.0)
+        for (kind, block), count in keys.items():
+            cut, whole = self._weights[kind, block]
+            elements["edp" if kind == EXPERT else "dp_cp"] += count * cut
+            elements["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
+        if content.head and self.model.shares_embedding and not content.embedding:
+            elements["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
+        return elements
+
+    # The kinds of ops.
+
+    def _embed(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._embedded(self._rows(tokens) * self.fold.tp, back)
+
+    def _ffn(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        assert block
+        assert block.dense
+        n = self._rows(tokens)
+        yield from self._zero3(FFN, block, back)
+        yield self._memory((2 if back else 1) * 5 * n * self._width)
+        yield from self._dense(n, block.dense, back)
+        yield self._launch(FFN, back)
+
+    def _head(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, vocab = self._rows(tokens), self.model.vocab / self.fold.tp
+        wide = n * self.fold.tp
+        yield from self._tensor(wide, back, ways=1)
+        yield from self._products("gemm", wide, self.model.hidden, vocab, back, wide=True)
+        yield self._memory((2 if back else 1) * (2 * n * self._width + wide * vocab * (4 + self.device.bytes)))
+        yield self._launch(HEAD, back)
+
+    def reduce(self, chunk: Chunk) -> Work:
+        """Return the work to reduce a chunk of gradients: an all-reduce, or with ZeRO a reduce-scatter."""
+        family = FAMILY[chunk.name]
+        travel = self.network.gather if self.zero else self.network.reduce
+        return self._travel(family, travel(family, chunk.bytes))
+
+    @cached_property
+    def handover(self) -> Work:
+        """The work of a whole handover: activations, or their gradient, from one stage to the next."""
+        return self.handover_of(self.job.seq_len // (self.fold.cp * self.fold.tp))
+
+    def handover_of(self, tokens: int) -> Work:
+        """Return the work of a piece of a handover."""
+        return self._travel("pp", self.network.hand_over(tokens * self.sequences * self._width))
+
+
+def kinds_with_weights(block: BlockSpec) -> tuple[str, ...]:
+    """Return the kinds of ops of a block to which its parameters belong."""
+    return (ATTENTION, ROUTE, EXPERT) if block.moe else (ATTENTION, FFN)
+
+
+def pieces_of(cut: tuple[int, ...]) -> list[range]:
+    """Return the tokens of every piece of a sequence that is cut into these lengths."""
+    return [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
+
+
+PRICES: Mapping[str, Callable[[RankCosts, BlockSpec | None, range, bool], Iterator[Work]]] = {
+    EMBED: RankCosts._embed, PROJECT: RankCosts._project, GATHER: RankCosts._gather,
+    ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route, DISPATCH: RankCosts._dispatch,
+    EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge, HEAD: RankCosts._head,
+}  # fmt: skip
+"""Kind of op → its cost. COUNTS is left out: planned experts have room for a fixed number of rows, so no counts travel."""

@@ -1,0 +1,95 @@
+"""A simulation of a candidate's whole step, op by op, with its reductions. `prediction.py` approximates it from parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from foldray.clock import OpCosts, Span, usage
+from foldray.clock.simulator import Simulation, simulate
+from foldray.costs.apart import ApartWork
+from foldray.costs.candidate import Candidate
+from foldray.costs.prediction import Step
+from foldray.costs.rank import OpWork
+from foldray.finding import find, first_list
+from foldray.graph import Op, StepGraph
+from foldray.kinds import REDUCE
+from foldray.orders import ordered_schedule
+
+
+def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Simulation:
+    """Simulate every op of a step up to the end of the last reduction, without the optimizer and the gather of weights.
+
+    A found list is that of list scheduling, without local moves, which take long and gain some percent; if `quick`, that of
+    `first_list`.
+    """
+    graph, ordering = candidate.reducing, candidate.ordering
+    if ordering.forward.row.found:
+        given = graph, work.longest, ordering.ahead
+        schedule = first_list(*given) if quick else find(*given, moves=False).schedule
+    else:
+        costs = _op_costs(graph, work) if ordering.goes_by_costs else None
+        schedule = ordered_schedule(graph, ordering._replace(costs=costs))
+    return simulate(graph, schedule, work.cost, work.issue)
+
+
+def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
+    """Return the seconds of a step whose every op is simulated (`simulate_step`), with the optimizer of the slowest position.
+
+    The wait for the slowest node (`straggling`) is left out.
+    """
+    behind = work.behind() if isinstance(work, ApartWork) else Step(candidate, work).behind
+    return pass_seconds(candidate, work, quick) + max(behind)
+
+
+def pass_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
+    """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
+    simulated, graph = simulate_step(candidate, work, quick), candidate.reducing
+    by_place: list[dict[Op, Span]] = [{} for _ in range(graph.positions)]
+    for op, span in simulated.spans.items():
+        for place in graph.where(op):
+            by_place[place][op] = span
+    usages = [usage(graph, spans) for spans in by_place]
+    overlapped = max(used.communication - used.exposed for used in usages)
+    return simulated.seconds + work.rank.device.share["crowding"] * overlapped
+
+
+class LongStep(NamedTuple):
+    """Seconds of a step; the costs and the seconds of the part of its micro-batches that was simulated."""
+
+    seconds: float
+    part: OpWork
+    part_seconds: float
+
+
+def long_step(
+    work_of: Callable[[int], OpWork], micro_batches: int, positions: int, rounds: tuple[int, int], quick: bool = False
+) -> LongStep:
+    """Return the seconds of a step as `whole_seconds` does. Of many micro-batches, only some are simulated.
+
+    In steady state, every further micro-batch takes as long as those that were simulated last.
+
+    Args:
+        work_of: number of micro-batches → the costs of a step with this number.
+        rounds: two numbers of micro-batches per position, which are simulated if there are more.
+    """
+    fewer, more = (count * positions for count in rounds)
+    works = [work_of(count) for count in ([micro_batches] if micro_batches <= more else [fewer, more])]
+    seconds = [whole_seconds(work.candidate, work, quick) for work in works]
+    further = 0.0 if micro_batches <= more else (micro_batches - more) * (seconds[-1] - seconds[0]) / (more - fewer)
+    return LongStep(seconds[-1] + further, works[-1], seconds[-1])
+
+
+def _op_costs(graph: StepGraph, work: OpWork) -> OpCosts:
+    """Return the predicted times of ops, in the form in which training has the times of recorded ops."""
+
+    def seconds(op: Op) -> float:
+        return sum(part.seconds for part in work.work(op))
+
+    ops = {(op.kind, op.direction, op.part): seconds(op) for op in graph.ops() if op.micro_batch == 0 and op.kind != REDUCE}
+    points = sorted({(graph.chunk(op).bytes, seconds(op)) for place in range(graph.positions) for op in graph.reductions(place)})
+    if not points:
+        return OpCosts(tuple(ops.items()), 0.0, 0.0)
+    (small, first), (large, last) = points[0], points[-1]
+    per_byte = (last - first) / (large - small) if large > small else last / large
+    return OpCosts(tuple(ops.items()), max(0.0, last - per_byte * large), per_byte)

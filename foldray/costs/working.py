@@ -1,0 +1,162 @@
+"""The memory that a rank needs while its ops run, in bytes, beyond parameters and what is kept from forward to backward.
+
+Of moments that follow each other, the fullest one counts. The bytes of a network's backward are those of the runtime's kernels
+(`kernels/experts.py`), and those after backward are those of its gradient buffers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from foldray.blueprint import BlockSpec, FeedForwardSpec
+from foldray.costs.device import FLOAT32
+from foldray.costs.hardware import counts
+from foldray.costs.layout import Content
+from foldray.costs.rank import RankCosts, shared_by_fold
+from foldray.graph import Slicing
+from foldray.kinds import ATTENTION, EXPERT, FFN
+
+
+def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
+    """Return the bytes of buffers.
+
+    They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
+    layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
+    under ZeRO-3.
+    """
+    model, fold, b, travelling = rank.model, rank.fold, rank.device.bytes, rank.travelling
+    row = model.hidden * b + sum(travelling.beside)
+    rows = max(slicing.moe) * rank.sequences * (travelling.room + imbalance * travelling.fullest)
+    total = 2 * rows * row * (fold.ep > 1)
+    total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
+    if slicing.cuts_attention:
+        attention = rank.job.blocks[0].attention
+        total += FLOAT32 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
+    if rank.zero == 3:
+        by_kind = [[count for (of, _), count in rank.weights.items() if of == kind] for kind in (ATTENTION, EXPERT)]
+        total += b * sum(max(numbers, default=0.0) for numbers in by_kind)
+    return total
+
+
+def head_logits(rank: RankCosts, tokens: int) -> float:
+    """Return the bytes of the logits of a piece at the head's fullest moment."""
+    # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
+    # fewer tensors at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
+    wide = max(FLOAT32, rank.device.bytes)
+    made = rank.model.vocab * (3 * wide if rank.fold.tp == 1 else 2 * wide + rank.device.bytes)
+    # The output of the last norm, and TP's gather of it.
+    taken = rank.model.hidden * rank.device.bytes * (1 + (rank.fold.tp > 1) * rank.fold.tp)
+    return tokens * rank.sequences * (made + taken)
+
+
+def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:
+    """Return the bytes that a block's feed-forward network or its experts need while they run, beyond `buffers`."""
+    tokens, fold, row = max(slicing.moe) * rank.sequences, rank.fold, rank.model.hidden * rank.device.bytes
+    need = 0.0
+    if block.dense:
+        wide = max(slicing.attention) * rank.sequences * fold.tp
+        need = 2 * wide * row + _backward(rank, FFN, block, wide / fold.tp, block.dense)
+    if block.moe and rank.travelling.beside:
+        fullest = imbalance * rank.travelling.fullest
+        in_buffers = tokens * (rank.travelling.room + fullest)
+        # Gradients that a node has received stay in memory while the gradients of the node's rows are computed.
+        summing = _summing(rank, block, tokens * imbalance) + tokens * fullest * row * (rank.travelling.inside > 0)
+        need = max(need, summing - in_buffers * row * (fold.ep > 1))
+    elif block.moe:
+        rows = tokens * block.moe.topk * imbalance * rank.overload
+        sorts = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)
+        # Rows in the order of arrival; rows of all ETP ranks, also sorted by expert if there are several; their gradients.
+        back = rows * row * (1 + fold.etp * (1 + sorts)) + _backward(rank, EXPERT, block, rows, block.moe.expert)
+        # When ETP ranks exchange results, a rank holds the rows of all ETP ranks, its results in the order of arrival, the
+        # results that it receives and their float32 sum, the rows that it has received, and the rows that it will send.
+        gathered = rows * (row * (2 + 3 * fold.etp) + rank.model.hidden * FLOAT32) * (fold.etp > 1)
+        # `buffers` counts the rows of the piece already. The rows that the weighted sum keeps do not exist at these moments.
+        beside = rows * row * (1 + 2 * (fold.ep > 1))
+        need = max(need, max(back, gathered) - beside)
+    return need
+
+
+def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing) -> float:
+    """Return the bytes of other ranks' keys and values, and of float32 gradients, while a block attends to whole sequences.
+
+    A ring holds the keys and values of two other ranks (`model/context.py`), and an all-gather those of all ranks.
+    """
+    if rank.fold.cp == 1 or slicing.cuts_attention:
+        return 0.0
+    numbers = slicing.length * rank.sequences * (block.attention.keys + block.attention.values)
+    return numbers * (2 if rank.job.context == "ring" else rank.fold.cp) * (rank.device.bytes + FLOAT32)
+
+
+def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
+    """Return the bytes that experts need in backward if their rank sums the results, with the rows that have arrived.
+
+    There are three full moments: when the gradients of sums become the gradients of results, between the products of the
+    experts, and when the gradients of the experts' rows are summed. On a CPU, such sums have float32 copies of both sides.
+    `tokens` are those of a rank, times the imbalance.
+    """
+    assert block.moe
+    fold, b, moe = rank.fold, rank.device.bytes, block.moe
+    rows, arrived = tokens * moe.topk * rank.overload, tokens * rank.travelling.arrived * fold.etp
+    both = (rows * fold.etp + arrived) * rank.model.hidden
+    results = rows * fold.etp * rank.model.hidden * b
+    wide = both * FLOAT32 * (rank.device.hardware.processors == 1 and b < FLOAT32)
+    # By the last moment, the kept results, rows and first products are freed.
+    freed = 2 * results + rows * moe.expert.width * b
+    last = both * b + wide + b * _weight_gradients(rank, EXPERT, block, moe.expert) - freed
+    received = arrived * rank.model.hidden * b * (1 / fold.etp + (fold.etp > 1))  # as they have arrived, and gathered
+    return received + max(results + wide, results + _backward(rank, EXPERT, block, rows, moe.expert), last)
+
+
+def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: FeedForwardSpec) -> float:
+    """Return the bytes of a network's backward between its two products, and of the gradients of its weights.
+
+    These are the gradients of both sides of the activation, and the activation's result again, for the rows that a rank would
+    have if it had the whole width of the network.
+    """
+    return (rows * (spec.width + 2 * spec.inner) + _weight_gradients(rank, kind, block, spec)) * rank.device.bytes
+
+
+def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedForwardSpec) -> float:
+    """Return the number of a network's gradients of weights that exist before they are added to the sums.
+
+    On a CPU, all do. On a GPU, a product adds the gradients of a large matrix itself, and small matrices follow one another.
+    """
+    count, parts = rank.weights[kind, block], rank.fold.etp if kind == EXPERT else rank.fold.tp
+    if rank.device.hardware.processors == 1:
+        return count
+    small = [width for width in (spec.width, spec.inner) if width * rank.model.hidden / parts < counts().summing]
+    return count * max(small, default=0) / (spec.width + spec.inner)
+
+
+def unreduced(rank: RankCosts, content: Content) -> float:
+    """Return the bytes of whole sums that micro-batches add to under ZeRO-2, until the last one's gradients are reduced."""
+    return FLOAT32 * _shared(rank, content).whole if rank.zero == 2 else 0.0
+
+
+def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
+    """Return the bytes that a position needs beyond its parameters while gradients are reduced and weights are gathered.
+
+    Gradients are sent from copies, which stay until all have left. ZeRO-2 frees a buffer's gradients with the copy. Then weights
+    are gathered buffer by buffer, and are put in order twice. With `several` passes, the whole sums of ZeRO-2 already count with
+    the parameters.
+    """
+    if rank.zero not in (1, 2):
+        return 0.0
+    shared = _shared(rank, content)
+    leaving = shared.largest + (not several) * shared.whole if rank.zero == 2 else shared.whole
+    return max(FLOAT32 * leaving, rank.device.bytes * (shared.own + 3 * shared.largest) - several * unreduced(rank, content))
+
+
+class _Shared(NamedTuple):
+    """Numbers of parameters whose optimizer several ranks share: all, the largest gradient class, and a rank's share of it."""
+
+    whole: float
+    largest: float
+    own: float
+
+
+@shared_by_fold
+def _shared(rank: RankCosts, content: Content) -> _Shared:
+    sizes = [(count, rank.fold.group_size(family)) for family, count in rank.elements(content).items()]
+    shared = [(count, count / ranks) for count, ranks in sizes if ranks > 1]
+    return _Shared(sum(count for count, _ in shared), *max(shared, default=(0.0, 0.0)))

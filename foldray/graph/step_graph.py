@@ -1,0 +1,240 @@
+"""The dependencies of all ops of one optimizer step.
+
+Attention and MoE layers cut a sequence differently (`step_ops.py`). So an op of one cut needs those ops of the other cut that
+share tokens with it. This is FoldMoE's token buffer (section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from foldray.graph.op import Direction, Op, route
+from foldray.graph.pipeline_graph import Channel
+from foldray.graph.step_ops import StepOps
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    COUNTS,
+    DISPATCH,
+    EMBED,
+    EXPERT,
+    FFN,
+    GATHER,
+    HANDOVER,
+    HEAD,
+    MERGE,
+    OP_KINDS,
+    PROJECT,
+    REDUCE,
+    ROUTE,
+)
+
+_BEFORE = {
+    FFN: (ATTENTION,), COUNTS: (ROUTE,), DISPATCH: (ROUTE, COUNTS), EXPERT: (DISPATCH,), COMBINE: (EXPERT,),
+    MERGE: (ROUTE, COMBINE), GATHER: (PROJECT,),
+}  # fmt: skip
+"""For ops on the same piece: the kinds whose results a forward op uses."""
+
+
+@dataclass(frozen=True)
+class StepGraph(StepOps):
+    """The graph of a step: its ops (`StepOps`), and what each of them needs."""
+
+    def needs(self, op: Op) -> tuple[Op, ...]:
+        if op.kind == REDUCE:
+            passes = range(self.micro_batches)
+            ways: dict[str, Direction] = dict.fromkeys(self.later, "W")
+            makers = ((kind, layer, ways.get(kind, "B")) for kind, layer in self.makers(op))
+            return tuple(piece for kind, layer, way in makers for m in passes for piece in self.pieces(kind, layer, m, way))
+        if op.direction == "W":
+            return (*self.left_by(op), *self._added_before(op))
+        if op.direction == "R":
+            return self._before_again(op)
+        if op.direction == "F":
+            return self._inputs(op)
+        gradients = self._gradients(op)
+        return gradients if OP_KINDS[op.kind].travels else (*gradients, self._state(op))
+
+    def where(self, op: Op) -> tuple[int, ...]:
+        if op.kind == REDUCE:
+            return (op.layer,)
+        if op.kind == HANDOVER:
+            # Forward sends the output of the stage's last block to the first block of the next stage; backward, the reverse.
+            sender, receiver = (-1, op.layer + 1) if op.direction == "F" else (0, op.layer - 1)
+            ends = self.layers[op.layer][sender], self.layers[receiver][-1 - sender]
+            return self.at[ends[0]].attention, self.at[ends[1]].attention
+        place, half = self.at[op.layer], OP_KINDS[op.kind].half
+        back_at = self.at[op.layer + 1].attention if self.merges_onwards(op.layer) else place.attention
+        if half == "attention" or place.attention == place.experts:
+            return (back_at if op.kind == MERGE else place.attention,)
+        if half == "experts":
+            return (place.experts,)
+        outside = back_at if op.kind == COMBINE else place.attention
+        outwards = (op.kind == COMBINE) == (op.direction == "B")  # dispatched rows, or gradients of combined rows
+        return (outside, place.experts) if outwards else (place.experts, outside)
+
+    def channel(self, op: Op) -> Channel | None:
+        if op.kind == REDUCE:
+            return f"{self.chunk(op).name}_gradients", op.layer, op.layer
+        name = OP_KINDS[op.kind].travels
+        if name is None:
+            return None
+        ends = self.where(op)
+        if len(ends) == 1:
+            return name, *ends, *ends
+        return route(name, *ends)
+
+    def frees(self, op: Op) -> tuple[Op, ...]:
+        if op.direction != "B" or OP_KINDS[op.kind].travels:
+            return ()
+        forward = op._replace(direction="F")
+        return (forward, self._state(op)) if op.kind in self.again else (forward,)
+
+    def _before_again(self, op: Op) -> tuple[Op, ...]:
+        """Return what comes before an op that runs again.
+
+        The state of an op is large, so the op runs late: after the backward of the next part, or of the first part of the next
+        block at the position, has freed its state. The first op of a micro-batch runs again when its gradient has arrived.
+        """
+        forward = op._replace(direction="F")
+        if op.kind == ATTENTION and self.gathers:
+            return forward, op._replace(kind=PROJECT)  # which has waited for the rest
+        kind = ATTENTION if op.kind == self.entry else op.kind
+        # Projections and attention of a slice use one place for its queries.
+        done = (forward,) if op.kind == kind else (forward, forward._replace(kind=kind))
+        backward = op._replace(kind=kind, direction="B")
+        if following := self._next_part(backward):
+            return (*done, *following)
+        where = self.where(forward)
+        layers = (
+            layer
+            for layer in range(op.layer + 1, len(self.blocks))
+            if kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
+        )
+        later = (backward._replace(layer=layer, part=0) for layer in layers)
+        free = next((candidate for candidate in later if self.where(candidate) == where), None)
+        return (*done, free) if free else (*done, *self._gradients(backward))
+
+    def _next_part(self, op: Op) -> tuple[Op, ...]:
+        """Return the same op for the next part of the micro-batch; nothing for the last part."""
+        return (op._replace(part=op.part + 1),) if op.part + 2 < len(self._cuts(op.kind, op.layer)) else ()
+
+    def _last_part(self, op: Op) -> Op:
+        """Return the same op for the last part of its micro-batch."""
+        return op._replace(part=len(self._cuts(op.kind, op.layer)) - 2)
+
+    def _added_before(self, op: Op) -> tuple[Op, ...]:
+        """Return the op that adds to the same gradients of weights right before. It keeps the order of the backward, so sums
+        have the same bits as without ops of their own."""
+        if op.kind == HEAD:
+            return self._head_before(op)
+        if not self.whole and (following := self._next_part(op)):
+            return following
+        # Backward reaches the last part of a micro-batch first.
+        group, place = divmod(op.micro_batch, self.together)
+        before = op.micro_batch + 1 if place + 1 < self.together else (group - 1) * self.together
+        return (op._replace(part=0, micro_batch=before),) if before >= 0 else ()
+
+    def _head_before(self, op: Op) -> tuple[Op, ...]:
+        """Return the same op for the piece of a head right before. Each goes backward right after its forward; further tokens
+        follow for all parts of a group."""
+        number, (group, place) = self.heads.index(op.layer), divmod(op.micro_batch, self.together)
+        if op.part:
+            return (op._replace(part=op.part - 1),)
+        if place:
+            return (self._last_part(op._replace(micro_batch=op.micro_batch - 1)),)
+        if number:
+            before = op._replace(layer=self.heads[number - 1], micro_batch=(group + 1) * self.together - 1)
+            return (self._last_part(before),)
+        return (self._last_part(op._replace(layer=self.heads[-1], micro_batch=op.micro_batch - 1)),) if op.micro_batch else ()
+
+    def _inputs(self, op: Op) -> tuple[Op, ...]:
+        """Return the forward ops whose results a forward op uses."""
+        kind, layer, part = op.kind, op.layer, op.part
+        if kind == EMBED:
+            return ()
+        if kind == ATTENTION:
+            made = (op._replace(kind=PROJECT), op._replace(kind=GATHER)) if self.gathers else self._entering(op)
+            return (*made, *((op._replace(part=part - 1),) if part else ()))
+        if kind == PROJECT:
+            return self._entering(op)
+        if kind == ROUTE:
+            # Routers run in order, because counters and statistics pass from piece to piece of a sequence.
+            return (*self._sharing(op, ATTENTION, layer), *((op._replace(part=part - 1),) if part else ()))
+        if kind == HEAD:
+            return tuple(self._sharing(op, self.output(layer), layer))
+        if kind == HANDOVER:
+            last = self.layers[layer][-1]
+            return tuple(self._sharing(op, ROUTE if self.merges_onwards(last) else self.output(last), last))
+        if kind in (COMBINE, MERGE) and self.merges_onwards(layer):  # the rows' receiver learns from the handover how many come
+            past = self._overlapping(op, self.handovers("F", self.stage_of[layer], op.micro_batch))
+            return (op._replace(kind=EXPERT if kind == COMBINE else COMBINE), *past)
+        return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
+
+    def _entering(self, op: Op) -> tuple[Op, ...]:
+        """Return the ops that produce the input of a slice of attention."""
+        stage = self.stage_of[op.layer]
+        if op.layer > self.layers[stage][0] or (stage and self.merges_onwards(op.layer - 1)):
+            return tuple(self._sharing(op, self.output(op.layer - 1), op.layer - 1))
+        if stage == 0:
+            return (op._replace(kind=EMBED),)
+        return tuple(self._overlapping(op, self.handovers("F", stage - 1, op.micro_batch)))
+
+    def _gradients(self, op: Op) -> tuple[Op, ...]:
+        """Return the ops that make the gradient of the results of an op's forward, or the data of a backward handover."""
+        if op.kind == HANDOVER:  # the gradient of the stage's input, or of the residual stream that went past the experts
+            first = self.layers[op.layer][0]
+            makers = self._sharing(op, *((MERGE, first - 1) if self.merges_onwards(first - 1) else (self.entry, first)))
+            return tuple(maker._replace(direction="B") for maker in makers)
+        stage, gradients = self.stage_of[op.layer], list[Op]()
+        for user in self._users(op._replace(direction="F", micro_batch=0)):
+            if user.kind == HANDOVER:  # backward, handovers have other cuts
+                gradients += self._overlapping(op, self.handovers("B", stage + 1, op.micro_batch))
+            else:
+                gradients.append(user._replace(direction="B", micro_batch=op.micro_batch))
+        if op.kind in (ATTENTION, GATHER):  # the first slice goes backward last, and frees the keys and values of all
+            gradients += self._next_part(op)
+        if op.kind == ROUTE:
+            # The gradient of the balance loss has the statistics of the whole sequence, which the last router completes. Its own
+            # backward may free it before, so what follows it stands for it.
+            gradients.append(self._last_part(op._replace(kind=DISPATCH, direction="F")))
+        return tuple(gradients)
+
+    def _users(self, op: Op) -> Sequence[Op]:
+        """Return the ops of other kinds that use the results of a forward op of the first micro-batch.
+
+        Row counts are left out: they have no backward.
+        """
+        stage = self.stage_of[op.layer]
+        if stage not in self._users_in:
+            users = self._users_in[stage] = defaultdict[Op, list[Op]](list)
+            following = self._stage(stage + 1, 0) if self.merges_onwards(self.layers[stage][-1]) else ()
+            for user in (*self._stage(stage, 0), *following):
+                for need in self._inputs(user):
+                    if user.kind not in (need.kind, COUNTS):
+                        users[need].append(user)
+        return self._users_in[stage][op]
+
+    @cached_property
+    def _users_in(self) -> dict[int, dict[Op, list[Op]]]:
+        """By stage, what `_users` has found. A search asks for few stages of a graph."""
+        return {}
+
+    def _sharing(self, op: Op, kind: str, layer: int) -> Iterator[Op]:
+        """Return the forward ops of a kind at a block that share tokens with an op."""
+        return self._overlapping(op, self.pieces(kind, layer, op.micro_batch))
+
+    def _overlapping(self, op: Op, candidates: Iterator[Op]) -> Iterator[Op]:
+        """Return those of some ops that share tokens with an op."""
+        mine = self.tokens(op)
+        for candidate in candidates:
+            theirs = self.tokens(candidate)
+            if theirs.start < mine.stop and mine.start < theirs.stop:
+                yield candidate
+
+    def _state(self, op: Op) -> Op:
+        """Return the op whose saved state a backward op uses."""
+        return op._replace(direction="R" if op.kind in self.again else "F")

@@ -1,0 +1,179 @@
+"""AF-Pipe: the lists of a step whose experts have positions of their own (DisagMoE, section 4.2).
+
+A micro-batch goes through a chain of halves: attention of block 0, its experts, attention of block 1, its experts, and so on.
+Each half stands at a position. While a micro-batch is at the experts or on its way, attention's position works on another
+one. The lists follow from a run on a clock with simple rules:
+
+- A half takes one unit of time forward and two backward; the end of the model (sums and head) takes none. The way between two
+  positions takes one unit.
+- A free position goes forward and backward in turns, if both wait.
+- Of the forwards that wait, the first one by a *priority* goes first; likewise of the backwards.
+- At most `alive` micro-batches are on their way at once.
+
+No priority is best for all placements. So every priority of `_PRIORITIES` runs with several limits `alive`, and the fastest
+run gives the lists. Rounds of micro-batches are best if the halves go around all positions in turn, as in interleaved 1F1B
+(arXiv:2104.04473); the oldest micro-batch first, if a micro-batch stays between two positions for several blocks.
+
+So the step warms up with forwards, alternates forwards and backwards, and ends with backwards, for any number of positions of
+either half and any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from foldray.clock.times import UNITS
+from foldray.graph.op import Direction, Op, Schedule
+from foldray.graph.step_graph import StepGraph
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
+from foldray.orders.handovers import place_handovers
+
+_WAY = 1  # units of time
+_DIRECTIONS: tuple[Direction, ...] = ("F", "B")
+_QUARTERS = (4, 6, 8, 12)  # of the number of positions: limits of micro-batches alive
+_NEARLY = 1.02  # fewer micro-batches alive need less memory, which is worth so much time
+
+
+class Half(NamedTuple):
+    """The attention of a block with what comes before it, or its experts, or the end of the model.
+
+    Args:
+        ops: the forward ops that compute, for the first micro-batch, in order.
+        units: units of time of its forward.
+    """
+
+    position: int
+    ops: tuple[Op, ...]
+    units: int = 1
+
+
+class _Pass(NamedTuple):
+    """One half of one micro-batch, in one direction."""
+
+    direction: Direction
+    half: int
+    micro_batch: int
+
+
+Priority = Callable[[_Pass, int], tuple[int, ...]]
+"""(a pass, number of positions) → its rank among the passes of its direction that wait; the smallest goes first."""
+
+_PRIORITIES: tuple[Priority, ...] = (
+    # As many micro-batches as positions go through a half before they go through the next one.
+    lambda waiting, positions: (
+        waiting.micro_batch // positions,
+        waiting.half if waiting.direction == "F" else -waiting.half,
+        waiting.micro_batch,
+    ),
+    lambda waiting, positions: (waiting.micro_batch,),  # the oldest micro-batch first
+    lambda waiting, positions: (waiting.half, waiting.micro_batch),  # the first half first
+)
+
+
+def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
+    """Return the lists of all positions, without the reductions of gradients.
+
+    Args:
+        alive: most micro-batches that have started and not ended. None is the fewest with which the step is nearly as fast as
+            with three for every position: one there, one that comes and one that goes.
+    """
+    return _af_pipe(replace(graph, chunks=(), later=()), alive)
+
+
+@lru_cache(maxsize=24)  # every position takes its list from the same lists, and many candidates of a search have equal ones
+def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
+    halves, positions = list(chain(graph)), graph.positions
+    limits = [-(-positions * quarters // 4) for quarters in _QUARTERS] if alive is None else [alive]
+    runs = [_run(graph, halves, priority, limit) for limit in limits for priority in _PRIORITIES]
+    fastest = min(seconds for seconds, _ in runs)
+    passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
+    orders: list[list[Op]] = [[] for _ in range(positions)]
+    spans: dict[Op, tuple[int, int]] = {}
+    forwards, backwards = zip(*((half.ops, tuple(graph.mirrored(half.ops))) for half in halves), strict=True)
+    ticks = max(map(len, backwards))  # of a unit of time, so that all ops of a half have whole numbers of ticks
+    for half_pass, start in passes:
+        half = halves[half_pass.half]
+        ops = (forwards if half_pass.direction == "F" else backwards)[half_pass.half]
+        moments = [ticks * start + ticks * UNITS[half_pass.direction] * half.units * i // len(ops) for i in range(len(ops) + 1)]
+        for op, span in zip(ops, pairwise(moments), strict=True):
+            numbered = op._replace(micro_batch=half_pass.micro_batch)
+            orders[half.position].append(numbered)
+            spans[numbered] = span
+    return place_handovers(graph, tuple(map(tuple, orders)), spans)
+
+
+def chain(graph: StepGraph) -> Iterator[Half]:
+    """Yield the halves that a micro-batch goes through, in order."""
+    for layer, place in enumerate(graph.at):
+        yield Half(place.attention, tuple(_attention(graph, layer)))
+        if graph.blocks[layer].moe:
+            yield Half(place.experts, tuple(graph.pieces(EXPERT, layer)))
+    last = len(graph.at) - 1
+    merges = graph.pieces(MERGE, last) if graph.blocks[last].moe else ()
+    yield Half(graph.at[last].attention, (*merges, *graph.pieces(HEAD, last)), 0)
+
+
+def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
+    """Yield the sums of the block before, then slice by slice: projections, attention, and routers or dense FFN."""
+    if layer == 0:
+        yield from graph.pieces(EMBED, 0)
+    elif graph.blocks[layer - 1].moe:
+        yield from graph.pieces(MERGE, layer - 1)
+    routes = list(graph.pieces(ROUTE, layer)) if graph.blocks[layer].moe else []
+    for op in graph.pieces(ATTENTION, layer):
+        if graph.gathers:
+            yield op._replace(kind=PROJECT)
+        yield op
+        if not graph.blocks[layer].moe:
+            yield op._replace(kind=FFN)
+        while routes and graph.tokens(routes[0]).stop <= graph.tokens(op).stop:
+            yield routes.pop(0)
+
+
+def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:
+    """Run all passes on the clock. Return when the last one ends, and all with their starts, in the order of these."""
+    last, started, ended, order = len(halves) - 1, 0, 0, list[tuple[_Pass, int]]()
+    free = [0] * graph.positions  # when each position is free
+    turn: list[Direction] = ["F"] * graph.positions  # the direction that goes first if both wait
+    ready = [{direction: list[tuple[tuple[int, ...], _Pass]]() for direction in _DIRECTIONS} for _ in free]
+    events: list[tuple[int, int, _Pass | None]] = [(0, 0, None)]  # when a pass becomes ready, or a position may look again
+    number = now = 0
+
+    def at(time: int, half_pass: _Pass | None) -> None:
+        nonlocal number
+        number += 1
+        heapq.heappush(events, (time, number, half_pass))
+
+    while events:
+        while started < graph.micro_batches and started - ended < alive:
+            at(now, _Pass("F", 0, started))
+            started += 1
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, half_pass = heapq.heappop(events)
+            if half_pass is not None:
+                waiting = ready[halves[half_pass.half].position][half_pass.direction]
+                heapq.heappush(waiting, (priority(half_pass, graph.positions), half_pass))
+        for position, waits in enumerate(ready):
+            going = [direction for direction in _DIRECTIONS if waits[direction]]
+            if not going or free[position] > now:
+                continue
+            direction = turn[position] if len(going) > 1 else going[0]
+            half_pass = heapq.heappop(waits[direction])[-1]
+            turn[position] = "B" if direction == "F" else "F"
+            order.append((half_pass, now))
+            free[position] = end = now + UNITS[direction] * halves[half_pass.half].units
+            at(end, None)
+            if direction == "F" and half_pass.half == last and graph.backward:
+                at(end, _Pass("B", last, half_pass.micro_batch))
+            elif half_pass.half == (last if direction == "F" else 0):
+                ended += 1
+            else:
+                onwards = half_pass.half + (1 if direction == "F" else -1)
+                at(end + _WAY * (halves[onwards].position != position), half_pass._replace(half=onwards))
+    return max(free), order

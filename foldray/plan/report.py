@@ -1,0 +1,301 @@
+"""The planner's results, as a document for programs and as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from foldray.amounts import in_bytes
+from foldray.costs.hardware import Hardware, constants
+from foldray.costs.memory import GIB
+from foldray.costs.shares import COMPUTING
+from foldray.plan.allocator import Allocation, Demand
+from foldray.plan.listed import Listed
+from foldray.plan.placing import Placed
+from foldray.plan.score import Scored, mape
+from foldray.plan.search import Found, Planned
+
+
+def document(planned: Sequence[Planned], lists: Sequence[Listed] = ()) -> dict[str, Any]:
+    """Return the document that `foldray plan --json` prints. Times are in seconds, memory is in GiB."""
+    candidates = [_candidate(plan) for plan in planned]
+    for candidate, listed in zip(candidates, lists, strict=False):
+        ordering = listed.candidate.ordering
+        candidate["with_list"] = {
+            "degree": ordering.degree, "ahead": ordering.ahead, "step_time_s": listed.seconds, "over_bound": listed.over_bound,
+            "memory_gib": listed.memory_gib, "fits": listed.fits, "recompute": list(ordering.recompute),
+            "weight_gradients": ordering.weight_gradients,
+        }  # fmt: skip
+    return {"candidates": candidates}
+
+
+def _candidate(planned: Planned) -> dict[str, Any]:
+    candidate, prediction = planned.candidate, planned.prediction
+    fold, ordering = candidate.fold, candidate.ordering
+    return {
+        "fold": {axis: getattr(fold, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "ep_inside", "etp", "edp")},
+        "schedule": {
+            "kind": ordering.forward.kind,
+            "degree": ordering.degree,
+            "attention_degree": ordering.fewer_slices,
+            "slicing": "time_uniform" if ordering.slicing else None,
+            "lag": ordering.forward.lag if ordering.forward.row.has_lag else None,
+            "backward_lag": ordering.backward.lag if ordering.backward.row.has_lag else None,
+            "batch_degree": ordering.batch_degree,
+            "reduction": ordering.reduction.kind,
+            "sp_bytes": ordering.reduction.most,
+            "micro_batch": candidate.micro_batch,
+            "virtual_stages": candidate.virtual_stages,
+            "stage_layers": candidate.stage_layers and list(candidate.stage_layers),
+            "recompute": list(ordering.recompute),
+        },
+        "step_time_s": prediction.seconds,
+        "mfu_causal": prediction.mfu_causal,
+        "mfu_full": prediction.mfu_full,
+        "memory_gib": planned.memory.total / GIB,
+        "memory": {name: held / GIB for name, held in planned.memory._asdict().items()},
+        "fits": planned.fits,
+        "breakdown": breakdown(prediction.breakdown),
+        "traffic": prediction.traffic,
+    }
+
+
+def breakdown(shares: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a step by name, with the sum of all computation first, as `compute`."""
+    computing = sum(shares.get(name, 0.0) for name in COMPUTING)
+    return {"compute": computing} | {name: seconds for name, seconds in shares.items() if name not in COMPUTING}
+
+
+def table(result: Found, hardware: Hardware, imbalance: float = 1.0, lists: Sequence[Listed] = ()) -> str:
+    """Return a text with one line per candidate, the breakdown of the first one, and its gain over another fold.
+
+    `lists` are the first candidates with found lists.
+    """
+    planned = result.best
+    fold, most = max(len(str(plan.candidate.fold)) for plan in planned) + 2, max(len(schedule(plan)) for plan in planned) + 2
+    uneven = f"; memory for experts with {imbalance:g} times the mean number of rows" if imbalance > 1 else ""
+    lines = [f"{result.legal} legal folds on {hardware.name}{uneven}", ""]
+    lines.append(f"{'':>4}{'fold':<{fold}}{'schedule':<{most}}{'step':>9}{'MFU':>8}{'memory':>10}")
+    for number, plan in enumerate(planned, 1):
+        prediction, held = plan.prediction, plan.memory.total / GIB
+        line = f"{number:>3} {plan.candidate.fold!s:<{fold}}{schedule(plan):<{most}}{prediction.seconds:>7.2f} s"
+        line += f"{prediction.mfu_causal:>8.1%}{held:>6.0f} GiB"
+        lines.append(line if plan.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
+    lines += _with_lists(planned, lists)
+    return "\n".join([*lines, "", *_of_first(planned[0]), *(["", why(planned)] if len(planned) > 1 else [])])
+
+
+def _with_lists(planned: Sequence[Planned], lists: Sequence[Listed]) -> list[str]:
+    if not lists:
+        return []
+    lines = ["", "the same with found lists (schedule.kind: list), by list scheduling without local moves:"]
+    for number, (plan, listed) in enumerate(zip(planned, lists, strict=False), 1):
+        ordering = listed.candidate.ordering
+        line = f"{number:>3} d={ordering.degree} ahead={ordering.ahead:g} b={listed.candidate.micro_batch}"
+        line += " whole weights" if ordering.weight_gradients == "whole" else ""
+        line += f"{listed.seconds:>9.2f} s, "
+        line += f"{plan.prediction.seconds / listed.seconds:.2f} × as fast, {listed.over_bound:.2f} × the least possible time, "
+        more = set(ordering.recompute) - set(plan.candidate.ordering.recompute)
+        line += f"{listed.memory_gib:.0f} GiB" + (f", again {'+'.join(ordering.recompute)}" if more else "")
+        lines.append(line + ("" if listed.fits else ", more than there are"))
+    return lines
+
+
+def schedule(planned: Planned) -> str:
+    """Return a candidate's schedule in a few words."""
+    candidate, ordering = planned.candidate, planned.candidate.ordering
+    text = ordering.forward.kind + (f" d={ordering.slicing.degree}" if ordering.slicing else "")
+    text += f"/{slices}" if (slices := ordering.fewer_slices) else ""
+    text += f" R={ordering.batch_degree}" if ordering.batch_degree > 1 else ""
+    text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    text += f" stages {_runs(candidate.stage_layers)}" if candidate.stage_layers else ""
+    text += f" {ordering.reduction.kind}" + (f"={in_bytes(size)}" if (size := ordering.reduction.most) else "")
+    return text + (f" again {'+'.join(ordering.recompute)}" if ordering.recompute else "")
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """Return numbers of blocks in short: 2,30×3,2 for [2, 3, …, 3, 2]."""
+    runs = ((size, len(list(run))) for size, run in groupby(sizes))
+    return ",".join(f"{count}×{size}" if count > 1 else str(size) for size, count in runs)
+
+
+def _of_first(planned: Planned) -> list[str]:
+    shares, whole = breakdown(planned.prediction.breakdown), planned.prediction.seconds
+    rows = sorted(((name, seconds) for name, seconds in shares.items() if seconds > 5e-4 * whole), key=lambda row: -row[1])
+    bars = (f"  {name:<18}{seconds * 1e3:>9.0f} ms  {'█' * round(40 * seconds / whole)}" for name, seconds in rows)
+    return ["the first one's step:", *bars]
+
+
+def why(planned: Sequence[Planned]) -> str:
+    """Return one sentence about the gain of the first candidate over the best one with another fold.
+
+    If no other candidate has another fold, the sentence compares the first with the second. There must be two candidates.
+    """
+    first = planned[0]
+    second = next((plan for plan in planned[1:] if plan.candidate.fold != first.candidate.fold), planned[1])
+    mine, theirs = (breakdown(plan.prediction.breakdown) for plan in (first, second))
+    gains = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in mine | theirs}
+    most = max(gains, key=gains.__getitem__)
+    gap = second.prediction.seconds - first.prediction.seconds
+    return (
+        f"{first.candidate.fold} is {gap * 1e3:.0f} ms a step ahead of {second.candidate.fold}: "
+        f"it saves {gains[most] * 1e3:.0f} ms of {most.replace('_', ' ')}"
+    )
+
+
+def scores(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Return the document that `foldray plan --score --json` prints. MFU and errors are fractions."""
+    rows = [
+        {
+            "row_id": result.row.name,
+            "mfu_causal": result.prediction.mfu_causal,
+            "mfu_full": result.prediction.mfu_full,
+            "step_time_s": result.prediction.seconds,
+            "memory_gib": result.memory.total / GIB,
+            "fits": result.fits,
+        }
+        for result in scored
+    ]
+    measured = [result for result in scored if result.error is not None]
+    return {"rows": rows, "mape": mape(measured) if measured else {}}
+
+
+def score_table(scored: Sequence[Scored]) -> str:
+    """Return a text with every row, the mean absolute errors, and the row with the largest error."""
+    lines = [f"{'row':<10}{'model':<24}{'method':<19}{'GPUs':>5}{'measured':>10}{'predicted':>10}{'error':>8}{'memory':>10}"]
+    for result in scored:
+        job, fold = result.row.candidate.job, result.row.candidate.fold
+        error = f"{result.error:>+8.1%}" if result.error is not None else " " * 8
+        known = f"{result.row.mfu:>10.1%}" if result.row.mfu is not None else " " * 10
+        lines.append(
+            f"{result.row.name:<10}{job.model.preset or '':<24}{result.row.method:<19}{fold.world_size:>5}{known}"
+            f"{result.prediction.mfu_causal:>10.1%}{error}{result.memory.total / GIB:>6.0f} GiB"
+            f"{'' if result.fits else ' does not fit'}"
+        )
+    measured = [result for result in scored if result.error is not None]
+    if measured:
+        worst = max(measured, key=lambda result: abs(result.error or 0.0))
+        lines += ["", "mean absolute error of MFU:", *(f"  {name:<20}{value:>6.1%}" for name, value in mape(measured).items())]
+        lines.append(f"worst: {worst.row.name}, {worst.error:+.1%}")
+    return "\n".join(lines)
+
+
+def constants_table(fitted: Mapping[str, float]) -> str:
+    """Return a text with all constants, their bounds and units. Some may have fitted values, by name."""
+    rows = [(name, fitted.get(name, constant.value), constant) for name, constant in constants().items()]
+    return "\n".join(
+        f"{name:<12}{value:>10.4g}  {constant.low:g}…{constant.high:g} {constant.unit}{'' if constant.fitted else ', not fitted'}"
+        for name, value, constant in rows
+    )
+
+
+class Comparison(NamedTuple):
+    """Placements beside the best plan whose workers have both attention and experts.
+
+    Args:
+        placed: the placements, the best first.
+        shared: the best such plan.
+        allocation: GPUs and adapters by the roofline alone.
+        more_adapters: seconds of the best placement with the allocation's adapters.
+    """
+
+    placed: Sequence[Placed]
+    shared: Planned
+    demand: Demand
+    allocation: Allocation
+    more_adapters: float
+
+    @property
+    def speed(self) -> float:
+        """Speed of the best placement relative to that of the best plan with shared workers."""
+        return self.shared.prediction.seconds / self.placed[0].seconds
+
+
+def placement(placed: Placed) -> dict[str, Any]:
+    """Return the keys of a recipe for a placement."""
+    fold, ordering = placed.candidate.fold, placed.candidate.ordering
+    return {
+        "fold": {"tp": fold.tp, "pp": fold.pp, "ep": fold.ep},
+        "placement": {"attention": fold.attention_ranks, "experts": fold.moe_ranks, "expert_pp": fold.moe_pp},
+        "schedule": {
+            "virtual_stages": placed.candidate.virtual_stages,
+            "recompute": list(ordering.recompute),
+            "alive": ordering.alive,
+            "kind": ordering.forward.kind,
+            "weight_gradients": ordering.weight_gradients,
+            "ahead": ordering.ahead if ordering.forward.row.found else None,
+        },
+        "training": {"micro_batch": placed.candidate.micro_batch, "global_batch": placed.candidate.job.global_batch},
+    }
+
+
+def placements_document(comparison: Comparison) -> dict[str, Any]:
+    """Return the document that `foldray plan --disaggregate --json` prints. Times are in seconds, memory is in GiB."""
+    allocation, sides = comparison.allocation, ("attention", "experts")
+    return {
+        "placements": [
+            {
+                **placement(placed),
+                "step_time_s": placed.seconds,
+                "mfu_causal": placed.mfu,
+                "memory_gib": {side: memory.total / GIB for side, memory in zip(sides, placed.memory, strict=True)},
+                "fits": placed.fits,
+            }
+            for placed in comparison.placed
+        ],
+        "shared": {"fold": str(comparison.shared.candidate.fold), "step_time_s": comparison.shared.prediction.seconds},
+        "speed": comparison.speed,
+        "roofline": {
+            "attention": {"gpus": [allocation.attention], "nics": allocation.attention_nics, "seconds": allocation.sides[0]},
+            "experts": {"gpus": [allocation.experts], "nics": allocation.expert_nics, "seconds": allocation.sides[1]},
+        },
+        "step_time_with_these_nics_s": comparison.more_adapters,
+    }
+
+
+def placements_table(comparison: Comparison, hardware: Hardware) -> str:
+    """Return a text with one line per placement, the best plan with shared workers, and which of both is faster."""
+    width = max(len(str(placed.candidate.fold)) for placed in comparison.placed) + 2
+    most = max(map(len, map(order, comparison.placed))) + 2
+    lines = [f"attention and experts on workers of their own, on {hardware.name}", ""]
+    lines.append(f"{'':>4}{'A:F':<9}{'fold':<{width}}{'schedule':<{most}}{'step':>9}{'MFU':>8}{'memory of A, F':>18}")
+    for number, placed in enumerate(comparison.placed, 1):
+        fold, held = placed.candidate.fold, [side.total / GIB for side in placed.memory]
+        line = f"{number:>3} {f'{fold.attention_ranks}:{fold.moe_ranks}':<9}{fold!s:<{width}}"
+        line += f"{order(placed):<{most}}{placed.seconds:>7.2f} s{placed.mfu:>8.1%}"
+        line += f"{held[0]:>8.0f}, {held[1]:.0f} GiB"
+        lines.append(line if placed.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
+    shared, allocation = comparison.shared, comparison.allocation
+    a, f = allocation.attention, allocation.experts
+    lines += [
+        "",
+        f"with shared workers: {shared.candidate.fold}, {schedule(shared)}, {comparison.shared.prediction.seconds:.2f} s",
+        f"by FLOPs and bytes alone: {a}:{f} GPUs and {allocation.attention_nics}:{allocation.expert_nics} network adapters",
+        f"the first placement with so many adapters per GPU: {comparison.more_adapters:.2f} s",
+        "",
+        _advice(comparison),
+    ]
+    return "\n".join(lines)
+
+
+def order(placed: Placed) -> str:
+    """Return a placement's schedule in short: its kind, micro-batch, stages, micro-batches alive, and what runs again."""
+    candidate, ordering = placed.candidate, placed.candidate.ordering
+    is_list, again = ordering.forward.row.found, ordering.recompute
+    text = (
+        f"list ahead={ordering.ahead:g}"
+        if is_list
+        else ordering.forward.kind + ("-apart" if ordering.weight_gradients == "apart" else "")
+    )
+    text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
+    text += f" alive={ordering.alive}" if ordering.alive else ""
+    return text + (f" again {'+'.join(again)}" if again else "")
+
+
+def _advice(comparison: Comparison) -> str:
+    if comparison.speed < 1:
+        return f"Shared workers are {1 / comparison.speed:.2f} × as fast: leave out the section placement."
+    fold = comparison.placed[0].candidate.fold
+    keys = f"placement: {{attention: {fold.attention_ranks}, experts: {fold.moe_ranks}, expert_pp: {fold.moe_pp}}}"
+    return f"Workers of their own are {comparison.speed:.2f} × as fast: {keys}"

@@ -1,0 +1,334 @@
+"""The search through all legal ways to train a job on a cluster, for the best ones.
+
+The nodes of the search are sets of candidates with lower bounds of time and memory. The search always refines the node with the
+lowest bound of time, so it finds predictions in the order of their time, fastest first. Once it has enough predictions, it
+skips every node that needs at least as much memory as the leanest prediction. No candidate of such a node is among the best or
+on the front. A node is refined in these steps:
+
+1. a fold, bounded by the work of its blocks;
+2. the fold with a micro-batch and a choice of recomputation (`Group`); the bound is that of whole micro-batches, because parts
+   take at least as long together;
+3. one schedule of the group, with its exact memory (`Choice`);
+4. the same candidate with simulated stages, with the best of all lags (`Simulated`);
+5. the prediction of the candidate, with the best of all reductions (`Planned`).
+
+A bound of a node is at most the bounds of its refinements.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import attrgetter
+from typing import NamedTuple
+
+from foldray.blueprint import BlockSpec, smallest_slice
+from foldray.costs.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, stage_works, step_bound
+from foldray.costs.candidate import Candidate, Pieces
+from foldray.costs.device import Device
+from foldray.costs.layout import Content, StageForm
+from foldray.costs.memo import Memo, Table, shared
+from foldray.costs.memory import GIB, Memory, least_memory, peak_memory
+from foldray.costs.passes import with_best_lags
+from foldray.costs.prediction import Prediction, Step, straggling
+from foldray.costs.rank import OpWork, RankCosts
+from foldray.costs.updates import least_behind
+from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.graph import Slicing
+from foldray.orders import Ordering
+from foldray.plan.space import Space
+from foldray.plan.staging import Staging, Stagings, Weights, make_stagings
+
+
+class Planned(NamedTuple):
+    """A candidate with its predicted time and memory, and whether it fits into a GPU's memory."""
+
+    candidate: Candidate
+    prediction: Prediction
+    memory: Memory
+    fits: bool
+
+
+class Group(NamedTuple):
+    """Candidates with the same fold, micro-batch and recomputation. `rank` has the costs of whole micro-batches."""
+
+    rank: RankCosts
+    micro_batch: int
+    recompute: tuple[str, ...]
+
+
+class Choice(NamedTuple):
+    """One candidate of a group with its memory, before any simulation. `rank` has the costs of a part of a micro-batch."""
+
+    group: Group
+    rank: RankCosts
+    ordering: Ordering
+    staging: Staging
+    memory: Memory
+
+
+class Simulated(NamedTuple):
+    """A candidate with simulated stages, before the simulation of its pipeline."""
+
+    step: Step
+    memory: Memory
+
+
+class Node(NamedTuple):
+    """A set of candidates with lower bounds.
+
+    Args:
+        seconds: lower bound of the step time.
+        held: lower bound of the memory, in bytes.
+        what: the candidates; the list of all its groups for a fold.
+    """
+
+    seconds: float
+    held: float
+    what: list[Group] | Group | Choice | Simulated | Planned
+
+
+def _weights(rank: RankCosts) -> Weights:
+    """Return how long a model's blocks and ends compute, from the costs of a rank that holds all of the model."""
+    length, blocks = rank.job.seq_len, rank.job.blocks
+    pieces, layers = Pieces(Slicing((length,), (length,))), tuple(block for block in blocks if not block.mtp)
+
+    def computed(last: bool, *held: BlockSpec) -> float:
+        content = Content.of([StageForm(held, False, last)])
+        return sum(work.computed for work in stage_works(rank, content, pieces))
+
+    mean = computed(False, *layers) / len(layers)
+    by_block = {block: computed(False, block) / mean for block in set(layers)}
+    return Weights(by_block, computed(True, *blocks) / mean - len(layers))
+
+
+class _Cut(NamedTuple):
+    """The properties of a fold that its orderings depend on: its cuts of sequences, and whether rows travel (EP)."""
+
+    cp: int
+    tp: int
+    travels: bool
+
+
+def _cut(fold: Fold) -> _Cut:
+    return _Cut(fold.cp, fold.tp, fold.ep > 1)
+
+
+_once = shared(attrgetter("_known"))
+
+
+class Refinement:
+    """The nodes of a space, from folds to predictions."""
+
+    def __init__(self, space: Space):
+        self.space, self.job = space, space.job
+        self.device = Device.of(space.job, space.hardware)
+        self.limit = space.hardware.memory_gib * GIB
+        self._memo = Memo()
+        self._slower = 1 + straggling(space.gpus, self.device)
+        self._known = Table()
+        self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
+        self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
+        self._weights = _weights(self._rank(Fold(1), 1))
+
+    def folds(self) -> Iterator[Node]:
+        """Yield a node for every legal fold."""
+        for fold in self.space.folds():
+            sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
+            if ranks := self._holding([(self._rank(fold, n), n) for n in sorted(sizes)]):
+                # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
+                seconds = min(self._least_seconds(Group(*rank, ())) for rank, _ in ranks)
+                held = min(least for _, least in ranks)
+                yield Node(seconds, held, [Group(*rank, again) for rank, _ in ranks for again in self.space.recompute])
+
+    def _holding(self, ranks: Iterable[tuple[RankCosts, int]]) -> list[tuple[tuple[RankCosts, int], float]]:
+        """Return (costs, micro-batch) with the least memory, the smallest micro-batch first, up to the first that cannot fit.
+
+        A larger micro-batch never needs less memory.
+        """
+        holding = list[tuple[tuple[RankCosts, int], float]]()
+        for rank in ranks:
+            holding.append((rank, self._least_held(Group(*rank, self._again))))
+            if holding[-1][1] > self.limit:
+                break
+        return holding
+
+    def _rank(self, fold: Fold, sequences: int) -> RankCosts:
+        return RankCosts(self.job, fold, self.device, sequences, self.space.zero, self._memo)
+
+    def refined(self, node: Node, needless: Callable[[float], bool]) -> Iterator[Node]:
+        """Yield nodes that have the same candidates together, with higher bounds; in the last step, the prediction.
+
+        Nodes whose memory is `needless` for the search are left out.
+        """
+        what = node.what
+        if isinstance(what, list):
+            for group in what:
+                held = max(self._least_held(group), node.held)
+                if not needless(held):
+                    yield Node(max(self._least_seconds(group), node.seconds), held, group)
+        elif isinstance(what, Group):
+            yield from self._choices(node, what, needless)
+        elif isinstance(what, Choice):
+            group = what.group
+            stages = what.staging.virtual_stages, self.space.zero, what.staging.stage_layers
+            candidate = Candidate(self.job, group.rank.fold, what.ordering, group.micro_batch, *stages)
+            candidate = with_best_lags(candidate, what.rank)
+            step = Step(candidate, OpWork(candidate, self.device, what.rank))
+            yield Node(max(step.simulated_bound(), node.seconds), node.held, Simulated(step, what.memory))
+        elif isinstance(what, Simulated):
+            step, candidate = what.step, what.step.candidate
+            reduction = step.fastest(self.space.reductions)
+            candidate = replace(candidate, ordering=candidate.ordering._replace(reduction=reduction))
+            prediction = step.prediction(reduction)
+            yield Node(prediction.seconds, node.held, Planned(candidate, prediction, what.memory, node.held <= self.limit))
+
+    def _choices(self, node: Node, group: Group, needless: Callable[[float], bool]) -> Iterator[Node]:
+        fold, micro_batches = group.rank.fold, self._micro_batches(group)
+        for parts in self.space.batch_degrees if fold.ep > 1 else (1,):
+            if group.micro_batch % parts:
+                continue
+            rank = group.rank if parts == 1 else self._rank(fold, group.micro_batch // parts)
+            for staging in self._stagings(group).all:
+                layout = staging.layout
+                behind = least_behind(rank, layout.positions)
+                for pieces, orderings in self._orderings(_cut(fold), parts, group.recompute).items():
+                    memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                    if needless(memory.total):
+                        continue
+                    stages = stage_bounds(rank, layout.contents, pieces)
+                    hops = hop_bounds(rank, layout.contents, pieces, stages)
+                    seconds = self._slower * step_bound(layout, micro_batches, stages, behind, hops)
+                    for ordering in orderings:
+                        what = Choice(group, rank, ordering, staging, memory)
+                        yield Node(max(seconds, node.seconds), memory.total, what)
+
+    def _least_seconds(self, group: Group) -> float:
+        """Return a lower bound of the seconds of a group.
+
+        It is the bound of whole sequences with all all-to-alls hidden. With context parallelism, slices can cost less than
+        the ring of whole sequences. The bound is then the lower one of whole sequences and of the fewest slices.
+        """
+        rank, stagings, micro_batches = group.rank, self._stagings(group), self._micro_batches(group)
+        fastest = self._fastest_pieces(_cut(rank.fold), group.recompute)
+        hops = [self._least_hop(group, pieces) for pieces in fastest]
+        bound = math.inf
+        for positions in stagings.positions:
+            behind = least_behind(rank, positions)
+            for pieces, hop in zip(fastest, hops, strict=True):
+                bound = min(bound, fold_bound(rank, positions, hop, micro_batches, pieces, behind))
+        return self._slower * bound
+
+    def _least_hop(self, group: Group, pieces: Pieces) -> float:
+        """Return a lower bound of the seconds until the next stage can begin. With EP, it may begin after a small piece."""
+        rank = group.rank
+        if rank.fold.pp == 1 or rank.fold.ep > 1:
+            return 0.0
+        blocks = self._stagings(group).first_blocks
+        return blocks * least_computed(rank, self._different, pieces) + 2 * rank.handover.seconds
+
+    @_once
+    def _fastest_pieces(self, cut: _Cut, recompute: tuple[str, ...]) -> Sequence[Pieces]:
+        """Return the pieces that `_least_seconds` bounds."""
+        piece = self.job.seq_len // (cut.cp * cut.tp)
+        slicings = {Slicing((piece,), (piece,)): None}
+        if cut.cp > 1:
+            sliced = [pieces.slicing for pieces in self._orderings(cut, 1, recompute) if pieces.hiding != "nothing"]
+            slicings |= dict.fromkeys(slicing for slicing in sliced if slicing.degree == min(self.space.degrees))
+        return [Pieces(slicing, recompute, "all") for slicing in slicings]
+
+    def _least_held(self, group: Group) -> float:
+        return min(
+            least_memory(group.rank, staging.layout, staging.pipeline, group.recompute, self.space.imbalance)
+            for staging in self._stagings(group).leanest
+        )
+
+    def _stagings(self, group: Group) -> Stagings:
+        return self._stagings_of(group.rank.fold.pp, self._micro_batches(group))
+
+    @_once
+    def _stagings_of(self, pp: int, micro_batches: int) -> Stagings:
+        return make_stagings(self.job.blocks, pp, micro_batches, self._weights)
+
+    @_once
+    def _orderings(self, cut: _Cut, batch_degree: int, recompute: tuple[str, ...]) -> Mapping[Pieces, list[Ordering]]:
+        """Return the schedules of a group, by their pieces: the bounds of time and memory depend on nothing else."""
+        by_pieces: dict[Pieces, list[Ordering]] = {}
+        for bare in self._bare_orderings(smallest_slice(cut.cp, cut.tp), cut.travels, batch_degree):
+            ordering = bare._replace(recompute=recompute)
+            by_pieces.setdefault(Pieces.of(ordering, self.job.seq_len, cut.cp * cut.tp), []).append(ordering)
+        return by_pieces
+
+    @_once
+    def _bare_orderings(self, smallest: int, travels: bool, batch_degree: int) -> Sequence[Ordering]:
+        return tuple(self.space.orderings(smallest, travels, batch_degree))
+
+    def _micro_batches(self, group: Group) -> int:
+        return self.job.global_batch // (group.rank.fold.dp * group.micro_batch)
+
+
+class Found(NamedTuple):
+    """The result of a search.
+
+    Args:
+        best: the best candidates: first those that fit into memory, then the others, each sorted by step time.
+        front: all candidates that no other candidate beats in both time and memory, fastest first.
+        legal: number of legal folds.
+    """
+
+    best: list[Planned]
+    front: list[Planned]
+    legal: int
+
+
+@contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Let Python look for no cycles of objects. A search makes millions of objects and no cycle; looking takes a quarter more."""
+    looks = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looks:
+            gc.enable()
+
+
+@_without_cycles()
+def search(space: Space, top: int = 10) -> Found:
+    """Search a space for the `top` best candidates, and for the front of time and memory.
+
+    This is a best-first search (A*): the queue sorts nodes by their bound of time, and the refinements of a node replace it.
+    """
+    refinement = Refinement(space)
+    folds = list(refinement.folds())
+    if not folds:
+        raise UserError("gpus", space.gpus, f"has no legal fold for this model and batch with {dict(space.pins) or 'any sizes'}")
+    numbers = itertools.count()
+    queue = [(node.seconds, next(numbers), node) for node in folds]
+    heapq.heapify(queue)
+    fit: list[Planned] = []
+    unfit: list[Planned] = []
+    front: list[Planned] = []
+
+    def needless(held: float) -> bool:
+        enough = len(fit) >= top if held <= refinement.limit else len(fit) + len(unfit) >= top
+        return enough and bool(front) and front[-1].memory.total <= held
+
+    while queue:
+        _, _, node = heapq.heappop(queue)
+        if needless(node.held):
+            continue
+        if not isinstance(node.what, Planned):
+            for refined in refinement.refined(node, needless):
+                heapq.heappush(queue, (refined.seconds, next(numbers), refined))
+            continue
+        (fit if node.what.fits else unfit).append(node.what)
+        if not front or node.what.memory.total < front[-1].memory.total:
+            front.append(node.what)
+    return Found([*fit[:top], *unfit[: max(0, top - len(fit))]], front, len(folds))

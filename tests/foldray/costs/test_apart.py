@@ -1,0 +1,104 @@
+"""The predicted step of a fold whose experts have ranks of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from foldray.blueprint import ModelSpec, ranks_of_a_token
+from foldray.costs.apart import ApartWork, Sides, most_kept
+from foldray.costs.candidate import Candidate, Job
+from foldray.costs.device import Device
+from foldray.costs.hardware import load_hardware
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import simulate_step, whole_seconds
+from foldray.fold import Fold
+from foldray.graph import Op
+from foldray.kinds import COMBINE, DISPATCH, EXPERT
+from foldray.orders import Ordering, Overlap, position_list
+
+MODEL = ModelSpec(preset="deepseek-moe", layers=5)  # four MoE blocks, after a dense one
+JOB = Job(MODEL, 4096, 64)
+DEVICE = Device.of(JOB, load_hardware("h800"))
+
+
+def work(fold: Fold, nics: tuple[float, float] = (1.0, 1.0), device: Device = DEVICE, **changes) -> ApartWork:
+    return ApartWork(Candidate(JOB, fold, **changes), Sides(DEVICE, device, nics))
+
+
+def seconds(work: OpWork, kind: str, direction: str = "F") -> float:
+    return sum(each.seconds for each in work.work(Op(kind, direction, 1)))  # type: ignore[arg-type]
+
+
+def test_a_token_goes_once_to_each_rank() -> None:
+    model = ModelSpec(preset="tiny", experts=8, topk=3)
+    for ep in (1, 2, 4, 8):
+        local = 8 // ep
+        choices = [len({expert // local for expert in chosen}) for chosen in combinations(range(8), 3)]
+        assert ranks_of_a_token(model, ep) == pytest.approx(sum(choices) / len(choices))
+
+
+@pytest.mark.parametrize("direction", ["F", "B"])
+def test_experts_cost_what_they_cost_on_shared_ranks(direction: str) -> None:
+    """Eight ranks of attention and eight of the experts compute what eight ranks with both compute."""
+    shared = OpWork(Candidate(JOB, Fold(8, ep=8)), DEVICE)
+    apart = work(Fold(16, ep=8, expert_ranks=8))
+    assert seconds(apart, EXPERT, direction) == pytest.approx(seconds(shared, EXPERT, direction))
+    fewer = work(Fold(12, ep=4, expert_ranks=4))
+    assert seconds(fewer, EXPERT, direction) > 1.9 * seconds(apart, EXPERT, direction)
+
+
+def test_rows_take_as_long_as_the_slower_end() -> None:
+    even, few = work(Fold(32, ep=16, expert_ranks=16)), work(Fold(24, ep=8, expert_ranks=8))
+    assert seconds(even, DISPATCH) > seconds(even, COMBINE) > 0  # weights travel along
+    assert seconds(few, COMBINE) > 1.5 * seconds(work(Fold(24, ep=8, expert_ranks=8), (1.0, 2.0)), COMBINE)
+    assert seconds(work(Fold(24, ep=8, expert_ranks=8), (2.0, 1.0)), COMBINE) == pytest.approx(seconds(few, COMBINE))
+
+
+def test_a_step_is_as_long_as_its_slower_side_at_least() -> None:
+    fold = Fold(32, pp=2, ep=8, expert_ranks=16, expert_pp=2)
+    apart = work(fold, virtual_stages=2)
+    simulated = simulate_step(apart.candidate, apart)
+    busiest = max(usage.compute for usage in simulated.usage)
+    assert busiest < simulated.seconds < 1.6 * busiest
+    assert whole_seconds(apart.candidate, apart) > simulated.seconds
+
+
+def test_faster_experts_shorten_the_side_that_waits_for_them() -> None:
+    fold = Fold(20, ep=4, expert_ranks=4)
+    slow = work(fold, (1.0, 8.0))  # rows do not set the pace
+    faster = replace(DEVICE, hardware=DEVICE.hardware.model_copy(update={
+        "peak_tflops": {name: 4 * peak for name, peak in DEVICE.hardware.peak_tflops.items()}
+    }))  # fmt: skip
+    fast = work(fold, (1.0, 8.0), faster)
+    assert whole_seconds(fast.candidate, fast) < 0.9 * whole_seconds(slow.candidate, slow)
+
+
+def test_memory_is_that_of_each_side() -> None:
+    apart = work(Fold(16, ep=8, expert_ranks=8))
+    attention, experts = apart.memory()
+    weights = OpWork(Candidate(JOB, Fold(8, ep=8)), DEVICE).rank.weights[EXPERT, JOB.blocks[-1]]
+    assert experts.weights == pytest.approx(4 * weights * (2 + 4))  # in bfloat16, with float32 copies
+    assert attention.activations > 0
+    assert experts.activations > 0
+    assert attention.logits > experts.logits == 0
+
+
+def test_what_is_kept_is_counted_at_its_peak() -> None:
+    graph = work(Fold(16, ep=8, expert_ranks=8)).candidate.graph
+    kept = most_kept(position_list(graph, 1, Candidate(JOB, Fold(16, ep=8, expert_ranks=8)).ordering), EXPERT)
+    assert 0 < kept.total() <= 4 * graph.micro_batches
+
+
+def test_lists_need_more_memory_by_what_they_may_keep() -> None:
+    """With `ahead: 1`, both sides may keep the halves of one more micro-batch."""
+    ways = {"forward": Overlap("list"), "backward": Overlap("list")}
+    named, none, one = (
+        work(Fold(16, ep=8, expert_ranks=8), ordering=Ordering(**more, weight_gradients="apart")).memory()
+        for more in ({}, {**ways, "ahead": 0}, {**ways, "ahead": 1})
+    )
+    for side in range(2):
+        assert named[side].activations <= none[side].activations < one[side].activations
+        assert named[side].buffers == none[side].buffers == one[side].buffers
