@@ -17,6 +17,7 @@ dense, else a MoE micro-batch), a sequence, or a chunk of gradients. A handover 
 
 EMBED, PROJECT, GATHER, ATTENTION, FFN, HEAD = "embed", "project", "gather", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
+SHARED = "shared"
 HANDOVER, REDUCE, STAGE = "handover", "reduce", "stage"
 
 
@@ -57,7 +58,8 @@ _ROWS = (
     ),
     OpKind(EXPERT, "micro_batches", "E", "experts", "#d9630b", "the experts", "experts", recomputable=True, weights=True),
     OpKind(FFN, "slices", "F", "dense ffn", "#8a6d00", "norm, dense feed-forward, residual", recomputable=True, weights=True),
-    OpKind(ROUTE, "micro_batches", "R", "router", "#7aa6d6", "norm, router, shared expert, rows sorted by expert", weights=True),
+    OpKind(ROUTE, "micro_batches", "R", "router", "#7aa6d6", "norm, router, rows sorted by expert"),
+    OpKind(SHARED, "micro_batches", "X", "shared expert", "#0f766e", "the shared expert", recomputable=True, weights=True),
     OpKind(MERGE, "micro_batches", "M", "weighted sum", "#f0b48a", "weighted sum of a token's rows, residual"),
     OpKind(
         PROJECT, "slices", "Q", "projection", "#8fb8de", "norm, queries, keys and values, if ranks gather by slices", weights=True

@@ -14,7 +14,7 @@ from foldray.blueprint.parameters import GradientClass, ParameterSpec, parameter
 from foldray.blueprint.stages import Stage, make_stages
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE, SHARED
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Piece:
 Maker = tuple[str, int]
 """Kind and block of ops whose backward adds to a gradient."""
 
-_BACKWARD = (EXPERT, ROUTE, FFN, ATTENTION)  # the order of a block's ops in backward
+_BACKWARD = (EXPERT, SHARED, ROUTE, FFN, ATTENTION)  # the order of a block's ops in backward
 
 
 class GradientPart(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE, SHARED
 
 GradientClass = Literal["dense", "replicated", "expert"]
 CLASSES: tuple[GradientClass, ...] = get_args(GradientClass)
@@ -167,10 +167,10 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
         for expert in range(moe.experts):
             rows += _ffn(model, f"{name}.moe.experts.{expert}", moe.expert, layer, out_std, EXPERT, "expert")
         if moe.shared:
-            rows += _ffn(model, f"{name}.moe.shared", moe.shared, layer, out_std, ROUTE)
+            rows += _ffn(model, f"{name}.moe.shared", moe.shared, layer, out_std, SHARED)
         if moe.shared_gate:
             gate = (hidden, 1)
-            rows.append(ParameterSpec(f"{name}.moe.shared.output_gate", gate, layer, ROUTE, "replicated", init=std))
+            rows.append(ParameterSpec(f"{name}.moe.shared.output_gate", gate, layer, SHARED, "replicated", init=std))
     return rows
 
 

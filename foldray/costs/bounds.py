@@ -10,10 +10,12 @@ from foldray.costs.candidate import Pieces
 from foldray.costs.layout import Content, PipelineLayout, Positions
 from foldray.costs.rank import RankCosts, Totals, shared_by_ops
 from foldray.graph import Slicing, gathers
-from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE, SHARED
 
 _TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
 _DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
+_BESIDE = (GATHER, SHARED)
+"""Ops beside the chain that one piece goes through."""
 
 
 class PassWork(NamedTuple):
@@ -40,7 +42,7 @@ class StageBound(NamedTuple):
 
 
 def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
-    kinds = _MOE if block.moe else _DENSE
+    kinds = (*_MOE, *((SHARED,) if block.moe.shared else ())) if block.moe else _DENSE
     return (PROJECT, GATHER, *kinds) if gathers(pieces.slicing, rank.fold.cp) else kinds
 
 
@@ -90,7 +92,8 @@ def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[st
 
     Gathered keys and values do not count: other ops can hide them.
 
-    A block in one piece is a chain, except that experts may be recomputed while their gradients travel to them. For several
+    A block in one piece is a chain, except that the shared expert runs while rows travel to experts, or gradients come back, and
+    that experts may be recomputed while their gradients travel to them. For several
     pieces, `least` is the largest of three bounds of a block that drains: all computation; all travel, with attention and
     routing of a piece before it and a weighted sum after it; attention, routing and experts of all pieces, with one combine
     and weighted sum after them. Backward has the reverse order and the same bounds.
@@ -103,14 +106,16 @@ def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[st
     for kind, seconds in totals.items():
         if kind not in _TRAVEL:
             plain += seconds.total
-        piece += seconds.least if kind != GATHER else 0.0
+        piece += seconds.least if kind not in _BESIDE else 0.0
     computed = plain + sum(again.values())
     if not block.moe:
         return PassWork(computed, 0.0, computed, piece)
     combine, merge = totals[COMBINE], totals[MERGE]
     travels = totals[DISPATCH].total + combine.total
     if pieces.hiding == "nothing":
-        return PassWork(computed, travels, computed + travels - min(again.get(EXPERT, 0.0), combine.total), piece)
+        shared = (totals[SHARED].total if SHARED in totals else 0.0) + again.get(SHARED, 0.0)
+        hidden = min(again.get(EXPERT, 0.0), combine.total) + min(shared, totals[DISPATCH].total)
+        return PassWork(computed, travels, computed + travels - hidden, piece)
     bound_by_link = totals[ATTENTION].first + totals[ROUTE].least + travels + merge.least
     last_back = plain - merge.total + merge.least + combine.least
     return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)

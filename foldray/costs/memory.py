@@ -25,7 +25,7 @@ from foldray.costs.working import after_backward, buffers, head_logits, networks
 from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.graph import PipelineGraph
-from foldray.kinds import ATTENTION, EXPERT, FFN, HEAD, ROUTE
+from foldray.kinds import ATTENTION, EXPERT, FFN, HEAD, SHARED
 from foldray.orders import passes
 
 GIB = 2**30
@@ -282,15 +282,14 @@ def block_activations(
     if not block.moe:
         return total
     experts, topk = block.moe.experts, block.moe.topk
-    if ROUTE not in again:
-        # The token; two float32 numbers of each expert; of each chosen one, its number and two float32 numbers.
-        total += n * (model.hidden * b + experts * 2 * FLOAT32 + topk * (INT64 + 2 * FLOAT32))
-        # The rows of each token. If weights travel, the token of each row and the places of the weights as well.
-        total += INT64 * n * (rank.travelling.room + (rank.travelling.room + topk) * bool(rank.travelling.beside))
-        if block.moe.shared:
-            # Without TP, the shared expert and the router have the same input tensor.
-            total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
-            total += n * model.hidden * b * block.moe.shared_gate  # its output
+    # The token; two float32 numbers of each expert; of each chosen one, its number and two float32 numbers.
+    total += n * (model.hidden * b + experts * 2 * FLOAT32 + topk * (INT64 + 2 * FLOAT32))
+    # The rows of each token. If weights travel, the token of each row and the places of the weights as well.
+    total += INT64 * n * (rank.travelling.room + (rank.travelling.room + topk) * bool(rank.travelling.beside))
+    if block.moe.shared and SHARED not in again:
+        # Without TP, the shared expert and the router have the same input tensor.
+        total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
+        total += n * model.hidden * b * block.moe.shared_gate  # its output
     return total + expert_activations(rank, block, again, imbalance) + combined_rows(rank, block)
 
 

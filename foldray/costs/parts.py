@@ -20,7 +20,7 @@ from foldray.costs.network import Network, Travel
 from foldray.costs.rows import Travelling, travelling
 from foldray.costs.shares import Work
 from foldray.fold import Fold
-from foldray.kinds import ATTENTION, EMBED, EXPERT, MERGE, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, EMBED, EXPERT, MERGE, PROJECT, ROUTE, SHARED
 
 
 class Parts(ABC):
@@ -239,13 +239,18 @@ class MixtureParts(Parts):
         n, moe = self._rows(tokens), _mixture(block)
         yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
         yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
-        if moe.shared:
-            yield from self._zero3(ROUTE, block, back)
-            yield from self._dense(n, moe.shared, back)
         yield self._launch(ROUTE, back)
         if self.travelling.beside:
             yield self._launch("once_route", back)
         yield from self._written(n * self.travelling.room, out=not back)
+
+    def _shared(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, shared = self._rows(tokens), _mixture(block).shared
+        assert shared
+        yield from self._zero3(SHARED, block, back)
+        yield self._memory((2 if back else 1) * 3 * n * self._width)  # its output is added to the residual stream
+        yield from self._dense(n, shared, back)
+        yield self._launch(SHARED, back)
 
     def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         # All ranks send alike, and the fullest one receives most, or sends most on the way back.

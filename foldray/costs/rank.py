@@ -38,6 +38,7 @@ from foldray.kinds import (
     PROJECT,
     REDUCE,
     ROUTE,
+    SHARED,
 )
 
 
@@ -188,7 +189,8 @@ class RankCosts(AttentionParts, MixtureParts):
             GATHER: (*tensor, fold.cp, shape("cp")),
             ATTENTION: (*tensor, fold.cp, shape("cp")),
             FFN: tensor,
-            ROUTE: (*tensor, *rows) if self.model.shared_hidden else rows,
+            ROUTE: rows,
+            SHARED: tensor,
             DISPATCH: (shape("ep_across"), fold.ep_inside),
             EXPERT: (fold.ep, fold.etp, shape("etp"), shape("ep_inside")),
             COMBINE: (shape("ep_across"), fold.ep_inside),
@@ -267,7 +269,9 @@ class RankCosts(AttentionParts, MixtureParts):
 
 def kinds_with_weights(block: BlockSpec) -> tuple[str, ...]:
     """Return the kinds of ops of a block to which its parameters belong."""
-    return (ATTENTION, ROUTE, EXPERT) if block.moe else (ATTENTION, FFN)
+    if not block.moe:
+        return ATTENTION, FFN
+    return (ATTENTION, ROUTE, *((SHARED,) if block.moe.shared else ()), EXPERT)
 
 
 def pieces_of(cut: tuple[int, ...]) -> list[range]:
@@ -278,6 +282,7 @@ def pieces_of(cut: tuple[int, ...]) -> list[range]:
 PRICES: Mapping[str, Callable[[RankCosts, BlockSpec | None, range, bool], Iterator[Work]]] = {
     EMBED: RankCosts._embed, PROJECT: RankCosts._project, GATHER: RankCosts._gather,
     ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route, DISPATCH: RankCosts._dispatch,
-    EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge, HEAD: RankCosts._head,
+    SHARED: RankCosts._shared, EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge,
+    HEAD: RankCosts._head,
 }  # fmt: skip
 """Kind of op → its cost. COUNTS is left out: planned experts have room for a fixed number of rows, so no counts travel."""

@@ -18,7 +18,7 @@ from foldray.costs.hardware import Hardware, Link
 from foldray.costs.layout import Content, StageForm
 from foldray.costs.network import INTRA
 from foldray.costs.rank import OpWork
-from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
 from foldray.nodes.traffic import ROWS, Edges, Flow, Way
 
 _ONE_BYTE_S = Link(gb_s=1e-9)
@@ -55,7 +55,8 @@ def sent(candidate: Candidate) -> dict[str, float]:
 
     for block in job.blocks:
         moe = (ROUTE, EXPERT, MERGE) if fold.disjoint else (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
-        for kind in (ATTENTION, *(moe if block.moe else (FFN,))):
+        shared = (SHARED,) if block.moe and block.moe.shared else ()
+        for kind in (ATTENTION, *shared, *(moe if block.moe else (FFN,))):
             add(kind, block, fold.moe_pp if kind == EXPERT else fold.pp)
         if fold.disjoint and block.moe:
             rows = len(tokens) * rank.sequences * ranks_of_a_token(job.model, fold.ep)

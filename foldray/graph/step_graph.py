@@ -30,11 +30,12 @@ from foldray.kinds import (
     PROJECT,
     REDUCE,
     ROUTE,
+    SHARED,
 )
 
 _BEFORE = {
-    FFN: (ATTENTION,), COUNTS: (ROUTE,), DISPATCH: (ROUTE, COUNTS), EXPERT: (DISPATCH,), COMBINE: (EXPERT,),
-    MERGE: (ROUTE, COMBINE), GATHER: (PROJECT,),
+    FFN: (ATTENTION,), COUNTS: (ROUTE,), DISPATCH: (ROUTE, COUNTS), SHARED: (ROUTE,), EXPERT: (DISPATCH,), COMBINE: (EXPERT,),
+    MERGE: (ROUTE, SHARED, COMBINE), GATHER: (PROJECT,),
 }  # fmt: skip
 """For ops on the same piece: the kinds whose results a forward op uses."""
 
@@ -109,11 +110,7 @@ class StepGraph(StepOps):
         if following := self._next_part(backward):
             return (*done, *following)
         where = self.where(forward)
-        layers = (
-            layer
-            for layer in range(op.layer + 1, len(self.blocks))
-            if kind == ATTENTION or (kind == EXPERT) == (self.blocks[layer].moe is not None)
-        )
+        layers = (layer for layer in range(op.layer + 1, len(self.blocks)) if self.has(kind, layer))
         later = (backward._replace(layer=layer, part=0) for layer in layers)
         free = next((candidate for candidate in later if self.where(candidate) == where), None)
         return (*done, free) if free else (*done, *self._gradients(backward))
@@ -168,11 +165,12 @@ class StepGraph(StepOps):
             return tuple(self._sharing(op, self.output(layer), layer))
         if kind == HANDOVER:
             last = self.layers[layer][-1]
-            return tuple(self._sharing(op, ROUTE if self.merges_onwards(last) else self.output(last), last))
+            goes_past = SHARED if self.has(SHARED, last) else ROUTE
+            return tuple(self._sharing(op, goes_past if self.merges_onwards(last) else self.output(last), last))
         if kind in (COMBINE, MERGE) and self.merges_onwards(layer):  # the rows' receiver learns from the handover how many come
             past = self._overlapping(op, self.handovers("F", self.stage_of[layer], op.micro_batch))
             return (op._replace(kind=EXPERT if kind == COMBINE else COMBINE), *past)
-        return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.ragged or name != COUNTS)
+        return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.has(name, layer))
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that produce the input of a slice of attention."""

@@ -39,10 +39,11 @@ from foldray.kinds import (
     PROJECT,
     REDUCE,
     ROUTE,
+    SHARED,
     WITH_WEIGHTS,
 )
 
-_CHAIN = (ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
+_CHAIN = (ROUTE, COUNTS, DISPATCH, SHARED, EXPERT, COMBINE, MERGE)
 
 
 def gathers(slicing: Slicing, cp: int) -> bool:
@@ -53,10 +54,9 @@ def gathers(slicing: Slicing, cp: int) -> bool:
 def leaves_weights(model: ModelSpec) -> tuple[str, ...]:
     """Return the kinds of ops with products whose gradients of weights may be ops of their own.
 
-    A router's own product is too small. A tied head adds to the same gradient as the embedding, whose order would change.
+    A router's product is too small. A tied head adds to the same gradient as the embedding, whose order would change.
     """
-    without = {*(() if model.shared_hidden else (ROUTE,)), *((HEAD,) if model.tied_embeddings else ())}
-    return tuple(kind for kind in WITH_WEIGHTS if kind not in without)
+    return tuple(kind for kind in WITH_WEIGHTS if kind != HEAD or not model.tied_embeddings)
 
 
 class Place(NamedTuple):
@@ -181,6 +181,13 @@ class StepOps:
         """All kinds of ops whose forward runs again: projections, too, if attention does."""
         return frozenset({*self.recompute, *((self.entry,) if ATTENTION in self.recompute else ())})
 
+    def has(self, kind: str, layer: int) -> bool:
+        """Return whether a block has ops of a kind."""
+        moe = self.blocks[layer].moe
+        if kind in _CHAIN:
+            return moe is not None and (kind != COUNTS or self.ragged) and (kind != SHARED or moe.shared is not None)
+        return moe is None if kind == FFN else True
+
     # The ops.
 
     def ops(self) -> Iterator[Op]:
@@ -226,9 +233,9 @@ class StepOps:
             yield from self.pieces(ATTENTION, layer, m)
             if not self.blocks[layer].moe:
                 yield from self.pieces(FFN, layer, m)
-            left_out = {*(() if self.ragged else (COUNTS,)), *((COMBINE, MERGE) if self.merges_onwards(layer) else ())}
+            left_out = (COMBINE, MERGE) if self.merges_onwards(layer) else ()
             for part in range(self.slicing.degree if self.blocks[layer].moe else 0):
-                yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if kind not in left_out)
+                yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if self.has(kind, layer) and kind not in left_out)
             if layer in self.heads:
                 yield from self.pieces(HEAD, layer, m)
         if stage < len(self.stages) - 1:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from foldray.clock.times import UNITS
 from foldray.graph.op import Direction, Op, Schedule
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE, SHARED
 from foldray.orders.handovers import place_handovers
 
 _WAY = 1  # units of time
@@ -132,7 +132,9 @@ def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
         if not graph.blocks[layer].moe:
             yield op._replace(kind=FFN)
         while routes and graph.tokens(routes[0]).stop <= graph.tokens(op).stop:
-            yield routes.pop(0)
+            yield (route := routes.pop(0))
+            if graph.has(SHARED, layer):
+                yield route._replace(kind=SHARED)
 
 
 def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:

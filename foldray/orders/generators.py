@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from foldray.graph.op import Op
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE, SHARED
 
 
 def all_attention_first(run: Run, lag: int) -> Iterator[Op]:
@@ -68,7 +68,8 @@ class Run:
         self._entered = self._now = 0  # number of steps whose input has been used; the last step of attention
 
     def attend(self, step: int) -> Iterator[Op]:
-        """Yield attention (or the head) of a step, after the embedding or sums that it needs, then dense FFN or routers."""
+        """Yield attention (or the head) of a step, after the embedding or sums that it needs, then dense FFN or routers (with
+        shared experts)."""
         op, self._now = self._pieces[step], step
         yield from self._enter(step)
         yield from self._enter_ahead(step + 1, step - 1)
@@ -82,6 +83,8 @@ class Run:
                 if completed.start < self.graph.tokens(route).stop <= completed.stop:
                     self._waiting.append((step, route._replace(kind=EXPERT)))
                     yield route
+                    if self.graph.has(SHARED, op.layer):
+                        yield route._replace(kind=SHARED)  # while rows travel
         yield from self._enter_ahead(step + 1, step)
 
     def _enter(self, step: int) -> Iterator[Op]:

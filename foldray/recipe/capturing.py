@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from foldray.kinds import ATTENTION, EMBED, FFN, HEAD, MERGE, PROJECT, ROUTE
+from foldray.kinds import ATTENTION, EMBED, FFN, HEAD, MERGE, PROJECT, ROUTE, SHARED
 from foldray.recipe.description import Description
 
 _ATTENTION, _MOE = (ATTENTION, PROJECT), (ROUTE, MERGE)
-CAPTURED = (*_ATTENTION, *_MOE, FFN, EMBED, HEAD)
+CAPTURED = (*_ATTENTION, *_MOE, SHARED, FFN, EMBED, HEAD)
 """Kinds of ops whose tensors have the same sizes in every step. Experts, and what travels, have the sizes that routers choose."""
 
 
@@ -15,12 +15,12 @@ def uncaptured(recipe: Description) -> dict[str, str]:
 
     A graph repeats the same kernels at the same addresses. So an op in it sends nothing, and the host reads no number.
     """
-    fold, router, moe, shared = recipe.placed_fold, recipe.model.router, recipe.moe, recipe.model.shared_hidden
+    fold, router, moe = recipe.placed_fold, recipe.model.router, recipe.moe
     drops, shares = router.capacity_factor is not None, fold.tp > 1 or fold.cp > 1
     by_list = recipe.engine.kind == "torch" or recipe.schedule.reduction != "end"
     rules = (
         (by_list and recipe.engine.zero == 2, CAPTURED, "engine.zero=2 makes the sums of gradients anew in every step"),
-        (fold.tp > 1, (*_ATTENTION, FFN, EMBED, HEAD, *(_MOE if shared else ())), "fold.tp communicates inside of ops"),
+        (fold.tp > 1, (*_ATTENTION, SHARED, FFN, EMBED, HEAD), "fold.tp communicates inside of ops"),
         (fold.cp > 1, _ATTENTION, "fold.cp communicates inside of ops"),
         (recipe.data.mask_documents, _ATTENTION, "data.mask_documents makes masks for every batch"),
         (recipe.placement is not None, _MOE, "with workers for experts, the host counts rows"),

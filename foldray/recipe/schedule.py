@@ -20,7 +20,7 @@ class ScheduleSpec(Strict):
     """The order in which the pieces of a step run. No order changes the gradients beyond rounding, unless experts drop tokens."""
 
     kind: OverlapName = SEQUENTIAL.name
-    """How pieces overlap. `sequential` cuts nothing and hides no all-to-all; every other kind lets
+    """How pieces overlap. `sequential` cuts nothing and hides nothing but dispatches behind shared experts; every other kind lets
     one piece compute while another travels. `weave` and `list` also let one micro-batch compute
     while rows of another one travel. `list` finds its order by the times of the ops in the second
     and third step. `module:NAME` names a kind of your own."""

@@ -37,7 +37,8 @@ class _Past:
     """The data that go from the router of a piece past the experts. They may still be on their way.
 
     Args:
-        coming: brings goes_TR (`once.Encoded`) as uint8, and the residual stream, with the output of the shared expert.
+        coming: brings goes_TR (`once.Encoded`) as uint8, and the residual stream, with the output of the shared expert once
+            that has run.
     """
 
     def __init__(self, coming: Pending):
@@ -126,6 +127,10 @@ class TokenMicroBatch(MicroBatch):
         self._goes[part], self._pasts[part] = goes_TR, _Past(Pending([], (goes_TR.to(torch.uint8), residual_BsH)))
         self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)
 
+    def _add_past(self, op: Op, y_BsH: torch.Tensor) -> None:
+        goes_TR, residual_BsH = self._pasts[op.layer, op.part].both
+        self._pasts[op.layer, op.part] = _Past(Pending([], (goes_TR, residual_BsH + y_BsH)))
+
     def counts_forward(self, op: Op) -> None:
         self.flight[op] = self._exchange(op).start_counts(self._goes[op.layer, op.part].sum(0))
 
@@ -173,6 +178,12 @@ class TokenMicroBatch(MicroBatch):
         self.flight[op] = self._exchange(op).start_back(
             [like.new_empty((0, half.hidden)), weight.new_empty((0, half.topk))], lambda: count_R, True
         )
+
+    def _past_gradient(self, op: Op) -> torch.Tensor:
+        part = op.layer, op.part
+        (residual_BsH,) = self._past_gradients[part].wait()
+        self._past_gradients[part] = Pending([], (residual_BsH,))
+        return residual_BsH
 
     def route_backward(self, op: Op) -> None:
         rows_NH, weight_NK = self.flight.pop(op._replace(kind=DISPATCH)).wait()

@@ -16,7 +16,7 @@ import torch
 
 from foldray.comm import Pending
 from foldray.graph import Op
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT, SHARED
 from foldray.model import Batch, KVCache, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
@@ -31,7 +31,7 @@ class _Bypass(NamedTuple):
     """The data that go from the router of a piece to the sum of its rows, past the experts; in backward, their gradients.
 
     Args:
-        residual_BsH: the residual stream, with the output of the shared expert.
+        residual_BsH: the residual stream, with the output of the shared expert once that has run.
     """
 
     weight_TK: torch.Tensor
@@ -71,6 +71,7 @@ class MicroBatch:
         self._received: dict[Part, Received] = {}
         self._bypasses: dict[Part, _Bypass] = {}
         self._asides: dict[Part, _Aside] = {}
+        self._normed: dict[Part, torch.Tensor] = {}  # the input of a shared expert; in backward, its gradient
         self._tallies: dict[int, Tally] = {}  # by block: sum over the pieces so far
         self._balances: dict[int, Balance] = {}  # by block, after its last piece
         self._memories: dict[int, KVCache] = defaultdict(KVCache)
@@ -171,6 +172,12 @@ class MicroBatch:
         if not self.graph.ragged:
             self._received[part] = layer.exchange.equal_counts(sent)
 
+    def shared_forward(self, op: Op) -> None:
+        shared = self._layer(op).shared
+        assert shared is not None
+        (y_BsH,), _ = self.graphs.compute(op, lambda h: Computed([shared(h)]), self._normed.pop(_part(op)))
+        self._add_past(op, y_BsH)
+
     def counts_forward(self, op: Op) -> None:
         received = self._layer(op).exchange.start_counts(self._sent[_part(op)])
         self._received[_part(op)], self.flight[op] = received, received.coming
@@ -235,6 +242,9 @@ class MicroBatch:
         self._start_back(op, self._sent[_part(op)].room)
         del self._sent[_part(op)], self._received[_part(op)]
 
+    def shared_backward(self, op: Op) -> None:
+        (self._normed[_part(op)],) = self.graphs.differentiate(op, [self._past_gradient(op)])
+
     def route_backward(self, op: Op) -> None:
         weight_TK, residual_BsH = self._bypasses.pop(_part(op))
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
@@ -296,7 +306,7 @@ class MicroBatch:
             rows_of: normed tokens and their routing → rows, weights and what else leaves, and what is kept aside.
 
         Returns:
-            What leaves, what is kept aside, and the residual stream with the output of the shared expert.
+            What leaves, what is kept aside, and the residual stream.
         """
         block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
         length, before = self.graph.slicing.length, self._tallies.pop(op.layer, None)
@@ -307,7 +317,7 @@ class MicroBatch:
             h_TH, earlier = h_BsH.flatten(0, 1), Tally(*sums) if sums else None
             routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, earlier, position_s))
             leaving, kept = rows_of(h_TH, routing)
-            shared = [] if layer.shared is None else [layer.shared(h_BsH)]
+            shared = [h_BsH] if self.graph.has(SHARED, op.layer) else []
             tally = routing.tally.detach()
             return Computed(
                 [routing.tally.score_BE, routing.tally.z, *leaving, *shared],
@@ -316,13 +326,14 @@ class MicroBatch:
 
         sums = () if before is None else before.tensors
         (_, _, *leaving), (kept, tally) = self.graphs.compute(op, route, z_BsH, beside=sums)
-        residual_BsH = z_BsH.detach() if layer.shared is None else z_BsH.detach() + leaving.pop()
+        if self.graph.has(SHARED, op.layer):
+            self._normed[_part(op)] = leaving.pop()
         if op.part < self.graph.slicing.degree - 1:
             self._tallies[op.layer] = tally
         else:
             self._balances[op.layer] = tally.balance(layer.router.sequences, length)
             self.losses = self.model.with_router(self.losses, op.layer, self._balances[op.layer])
-        return leaving, kept, residual_BsH
+        return leaving, kept, z_BsH.detach()
 
     def _route_back(self, op: Op, left: Sequence[torch.Tensor], residual_BsH: torch.Tensor) -> None:
         """Go backward through a router, from the gradients of what has left and of the residual stream."""
@@ -330,8 +341,18 @@ class MicroBatch:
         (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
         router = self.model.spec.router
         losses = slope_BE * (share * router.balance_loss), share * (slope * router.z_loss)
-        (gradient,) = self.graphs.differentiate(op, [*losses, *left, residual_BsH])
+        shared = [self._normed.pop(_part(op))] if self.graph.has(SHARED, op.layer) else []
+        (gradient,) = self.graphs.differentiate(op, [*losses, *left, *shared])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
+
+    def _add_past(self, op: Op, y_BsH: torch.Tensor) -> None:
+        """Add the output of the shared expert to the residual stream that goes past the experts."""
+        part = _part(op)
+        self._bypasses[part] = self._bypasses[part]._replace(residual_BsH=self._bypasses[part].residual_BsH + y_BsH)
+
+    def _past_gradient(self, op: Op) -> torch.Tensor:
+        """Return the gradient of what goes past the experts. It stays for the router."""
+        return self._bypasses[_part(op)].residual_BsH
 
     @property
     def _given(self) -> list[torch.Tensor]:

@@ -166,7 +166,7 @@ def test_a_part_of_the_lists_takes_the_rest_as_done() -> None:
     lists = ((), stage_order(graph, 1, "F", Overlap("sequential")))
     costs = ((COMPUTE, 1.0),)
     compiled = CompiledSchedule(graph, lists, lambda op: None, partial=True)
-    assert max(compiled.run([costs]).ends) == len(lists[1])
+    assert max(compiled.run([costs]).ends) == len(lists[1]) - 1  # the shared expert runs while rows travel
     with pytest.raises(ScheduleError, match=r"position 1 in attention F1\.0 for handover F0\.0$"):
         CompiledSchedule(graph, lists, lambda op: None).run([costs])
 

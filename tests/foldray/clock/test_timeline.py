@@ -46,7 +46,7 @@ def test_a_trace_has_a_track_for_each_lane_of_each_rank() -> None:
 def test_text_has_a_line_per_lane() -> None:
     graph = StepGraph(((MOE,),), Slicing((8,), (8,)), ragged=False, backward=False)
     (order,) = step_schedule(graph, Overlap("sequential"))
-    assert draw_text(graph, unit_times(graph, (order,)), width=18).split("\n")[:1] == ["compute │i0─A0─R0─E0─M0─H0─"]
+    assert draw_text(graph, unit_times(graph, (order,)), width=21).split("\n")[:1] == ["compute │i0─A0─R0─X0─E0─M0─H0─"]
     spans = {Op("attention", "F", 0): Span(0, 8), Op("dispatch", "F", 0): Span(8, 12), Op("attention", "B", 0): Span(12, 20)}
     assert draw_text(graph, spans, width=20).split("\n") == [
         "compute │A0──────    A0'─────",

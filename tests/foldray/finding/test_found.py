@@ -134,7 +134,7 @@ def test_experts_with_positions_of_their_own(micro_batches: int) -> None:
     graph = StepGraph(
         stages, slice_sequence("token_uniform", 16, 1, FLAT), 2, micro_batches, places=places, later=(EXPERT, ATTENTION)
     )
-    cost = random_cost(graph, 3, shared=False)
+    cost = random_cost(graph, 2, shared=False)
     found = find(graph, cost)
     check(graph, found.schedule)
     check_lists(graph, found.schedule)
@@ -237,7 +237,7 @@ def test_small_graphs_have_no_list_that_is_much_faster(seed: int) -> None:
 
 def test_local_moves_make_a_bad_order_better() -> None:
     graph = small(blocks=1, micro_batches=1, degree=2)
-    cost = random_cost(graph, 3, shared=False)
+    cost = random_cost(graph, 2, shared=False)
     problem = Problem(graph, cost)
     rule = Rule([float(-i) for i in range(len(problem.ops))], [1], [1], [1])
     step = walk(problem, rule)

@@ -117,7 +117,16 @@ def test_every_rank_holds_its_boxes_of_the_one_process_model(fold: Fold, model: 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_ops_hold_every_parameter_and_their_losses_add_up(tied: bool) -> None:
     model = model_of(dtype=torch.float64, positions="learned", tied_embeddings=tied, dense_first=1, layers=3)
-    kinds = {"embed": [0], "head": [2], "attention": [0, 1, 2], "ffn": [0], "route": [1, 2], "expert": [1, 2], "merge": [1, 2]}
+    kinds = {
+        "embed": [0],
+        "head": [2],
+        "attention": [0, 1, 2],
+        "ffn": [0],
+        "route": [1, 2],
+        "shared": [1, 2],
+        "expert": [1, 2],
+        "merge": [1, 2],
+    }
     held = [p for kind, layers in kinds.items() for layer in layers for p in model.parameters_of(kind, layer)]
     assert {id(p) for p in held} == {id(p) for p in model.parameters()}
     assert len(held) == len(list(model.parameters())) + tied

@@ -75,9 +75,10 @@ def test_results_go_straight_to_the_next_attention() -> None:
         assert graph.where(Op("dispatch", "B", layer)) == (experts, here)
         assert graph.where(Op("merge", "F", layer)) == (onwards,)
         assert graph.where(Op("handover", "F", layer)) == (here, onwards)
-        assert graph.needs(Op("handover", "F", layer)) == (Op("route", "F", layer),)
+        assert graph.needs(Op("handover", "F", layer)) == (Op("shared", "F", layer),)
         assert graph.needs(Op("merge", "F", layer)) == (Op("combine", "F", layer), Op("handover", "F", layer))
-        assert set(graph.needs(Op("route", "B", layer))) >= {Op("dispatch", "B", layer), Op("handover", "B", layer + 1)}
+        assert set(graph.needs(Op("route", "B", layer))) >= {Op("dispatch", "B", layer), Op("shared", "B", layer)}
+        assert Op("handover", "B", layer + 1) in graph.needs(Op("shared", "B", layer))
     # The last block's results come back to its own attention, which has the head.
     assert graph.where(Op("combine", "F", 3)) == (3, 1)
     assert graph.where(Op("merge", "F", 3)) == graph.where(Op("head", "F", 3)) == (1,)

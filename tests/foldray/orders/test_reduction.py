@@ -48,7 +48,7 @@ def test_a_rank_buffers_its_gradients_in_the_order_of_backward() -> None:
     parts = Ownership(model, Fold(1)).gradient_parts(0)
     assert [part.makers for part in parts["expert"]] == [(("expert", 1),)]
     assert [part.makers for part in parts["dense"]] == [
-        (("route", 1),), (("attention", 1),), (("ffn", 0),), (("attention", 0),), (("head", 1), ("embed", 0)),
+        (("shared", 1),), (("attention", 1),), (("ffn", 0),), (("attention", 0),), (("head", 1), ("embed", 0)),
     ]  # fmt: skip
     assert [part.makers[0] for part in parts["replicated"]] == [
         ("head", 1), ("route", 1), ("attention", 1), ("ffn", 0), ("attention", 0),
