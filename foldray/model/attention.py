@@ -206,10 +206,10 @@ class Attention(nn.Module, ABC):
 def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """Compute attention of whole sequences that one rank holds: [B, N, S, V].
 
-    Each run of queries is computed with the keys that it may see (`AttentionMask.blocks`).
+    Each run of queries is computed with the keys that it may see (`AttentionMask.query_runs`).
     """
     outs, grouped = [], q_BNSD.shape[1] != k_BGSD.shape[1]
-    for queries, keys, visible in mask.blocks:
+    for queries, keys, visible in mask.query_runs:
         given, causal = (visible, False) if isinstance(visible, torch.Tensor) else (None, visible == "causal")
         q, k, v = (x[:, :, run.start : run.stop] for x, run in ((q_BNSD, queries), (k_BGSD, keys), (v_BGSV, keys)))
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal, enable_gqa=grouped))

@@ -34,6 +34,14 @@ class Part(NamedTuple):
     mask: Mask
 
 
+class QueryRun(NamedTuple):
+    """A run of queries, the keys that it may see, and their mask."""
+
+    queries: range
+    keys: range
+    mask: Mask
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
     """The keys that this rank's queries of a slice see. The slice may be the whole sequence of `length` tokens.
@@ -168,20 +176,23 @@ class AttentionMask:
         return windowed, not self._one_document([queries, *runs])
 
     @cached_property
-    def blocks(self) -> list[tuple[range, range, Mask]]:
-        """Runs of queries of a whole sequence, each with the keys that it may see, and their mask.
+    def query_runs(self) -> list[QueryRun]:
+        """Runs of queries of a whole sequence that one rank holds.
 
-        There is one run, unless the window hides most keys. All layers share the masks.
+        There is one run, unless the window hides most keys and the device takes bools. All layers share the masks.
         """
+        if self.hides_ranges:
+            ((part,),) = self.parts
+            return [QueryRun(range(self.length), range(self.length), part.mask)]
         widest = max(query + 1 - begin for query, begin in enumerate(self._begin_L)) if self.window.first else self.length
         size = max(widest, _SHORTEST_RUN) if 2 * max(widest, _SHORTEST_RUN) < self.length else self.length
-        blocks = []
+        runs = []
         for start in range(0, self.length, size):
             queries = range(start, min(start + size, self.length))
             keys = range(self._begin_L[start], queries.stop)
             before = [range(keys.start, start)] if keys.start < start else []
-            blocks.append((queries, keys, self.mask(queries, [*before, queries])))
-        return blocks
+            runs.append(QueryRun(queries, keys, self.mask(queries, [*before, queries])))
+        return runs
 
     def _positions(self, queries: range, runs: Sequence[range]) -> Tensor:
         """Return which keys are within the window and not later than the query: bool [B, 1, S, T], or [1, 1, S, T]."""

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foldray.comm import Communicator, Pending
-from foldray.kernels.attention import Mask, attend, attend_backward, finished, merge, sinks_backward
+from foldray.kernels.attention import attend, attend_backward, finished, merge, sinks_backward
 from foldray.kernels.autograd import at_least_float32
-from foldray.model.attention_mask import AttentionMask, Part
+from foldray.model.attention_mask import AttentionMask, Part, QueryRun
 
 ContextMode = Literal["ring", "all_gather"]
 
@@ -60,19 +60,22 @@ def context_attention(
     if segment_BL is not None and segment_BL.shape != shape:
         raise ValueError(f"segment_BL has shape {tuple(segment_BL.shape)}; whole sequences have {shape}")
     if mask.alone:
-        ((part,),) = mask.parts
-        return _WholeAttention.apply(q_BNSD, k_BGSD, v_BGSD, part.mask, sink_N)
+        return _WholeAttention.apply(q_BNSD, k_BGSD, v_BGSD, mask.query_runs, sink_N)
     return _ContextAttention.apply(q_BNSD, k_BGSD, v_BGSD, communicator, mode, mask, sink_N)
 
 
 class _WholeAttention(torch.autograd.Function):
-    """Attention of whole sequences that one rank holds. There is one part, so nothing is merged and no gradients are added."""
+    """Attention of whole sequences that one rank holds. Each query has one part, so nothing is merged."""
 
     @staticmethod
-    def forward(ctx: Any, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask: Mask, sink_N: Tensor | None) -> Tensor:
-        out_BNSD, lse_BNS = finished(*attend(q_BNSD, k_BGSD, v_BGSD, mask), sink_N, q_BNSD.dtype)
+    def forward(
+        ctx: Any, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, runs: Sequence[QueryRun], sink_N: Tensor | None
+    ) -> Tensor:
+        results = [attend(_rows(q_BNSD, queries), _rows(k_BGSD, keys), _rows(v_BGSD, keys), mask) for queries, keys, mask in runs]
+        out_BNSD, lse_BNS = results[0] if len(results) == 1 else [torch.cat(x, dim=2) for x in zip(*results, strict=True)]
+        out_BNSD, lse_BNS = finished(out_BNSD, lse_BNS, sink_N, q_BNSD.dtype)
         ctx.save_for_backward(q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N)
-        ctx.mask = mask
+        ctx.runs = runs
         return out_BNSD
 
     @staticmethod
@@ -80,8 +83,23 @@ class _WholeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, sink_N = ctx.saved_tensors
         dsink_N = None if sink_N is None else sinks_backward(grads[0], out_BNSD, lse_BNS, sink_N)
-        dq_BNSD, dk_BGSD, dv_BGSD = attend_backward(grads[0], q_BNSD, k_BGSD, v_BGSD, out_BNSD, lse_BNS, ctx.mask)
-        return dq_BNSD.to(q_BNSD.dtype), dk_BGSD.to(k_BGSD.dtype), dv_BGSD.to(v_BGSD.dtype), None, dsink_N
+        shares = []
+        for queries, keys, mask in ctx.runs:
+            dout, q, out, lse = (_rows(x, queries) for x in (grads[0], q_BNSD, out_BNSD, lse_BNS))
+            shares.append(attend_backward(dout, q, _rows(k_BGSD, keys), _rows(v_BGSD, keys), out, lse, mask))
+        if len(shares) == 1:
+            return *(share.to(x.dtype) for share, x in zip(shares[0], (q_BNSD, k_BGSD, v_BGSD), strict=True)), None, dsink_N
+        sums = [torch.zeros_like(x, dtype=at_least_float32(x)) for x in (k_BGSD, v_BGSD)]
+        for (_, keys, _), (_, *parts) in zip(ctx.runs, shares, strict=True):
+            for whole, part in zip(sums, parts, strict=True):
+                _rows(whole, keys).add_(part)
+        dq_BNSD = torch.cat([share[0] for share in shares], dim=2).to(q_BNSD.dtype)
+        return dq_BNSD, sums[0].to(k_BGSD.dtype), sums[1].to(v_BGSD.dtype), None, dsink_N
+
+
+def _rows(x_BNS: Tensor, positions: range) -> Tensor:
+    """Return these positions of a tensor [B, heads, S] or [B, heads, S, D]."""
+    return x_BNS[:, :, positions.start : positions.stop]
 
 
 class _ContextAttention(torch.autograd.Function):

@@ -208,7 +208,7 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
     if schedule["reduction"] != "end":
         schedule["sp_bytes"] = chance.choice([512, 3000, 100_000])
     if chance.random() < 0.2:
-        schedule["recompute"] = chance.choice([["attention"], ["expert"], ["attention", "expert", "ffn"]])
+        schedule["recompute"] = chance.choice([["attention"], ["expert"], ["attention", "expert", "ffn", "shared"]])
     return schedule
 
 

@@ -91,7 +91,11 @@ CASES = {
     "dropping": Case(Fold(3, ep=2, expert_ranks=2), {"router": {"capacity_factor": 0.75, "balance_loss": 0.1}}),
     "dense blocks between": Case(Fold(4, pp=2, ep=2, expert_ranks=2, expert_pp=1), {"layers": 4, "moe_every": 2}, passes=4),
     "pieces, recomputed": Case(
-        Fold(4, pp=2, ep=2, expert_ranks=2, expert_pp=1), {"layers": 2}, passes=2, degree=2, recompute=("attention", "expert")
+        Fold(4, pp=2, ep=2, expert_ranks=2, expert_pp=1),
+        {"layers": 2},
+        passes=2,
+        degree=2,
+        recompute=("attention", "expert", "shared"),
     ),
     "chunks": Case(Fold(4, ep=1, expert_ranks=2), passes=1, zero=1, reduction="chunks"),
 }

@@ -24,7 +24,7 @@ Finder = Callable[[int, StepGraph, Cost, int, Schedule | None], Found]
 STEPS = 3
 MORE = 5  # further steps of a found list, all but the first one by random lists
 CHUNKS = {"reduction": "chunks", "sp_bytes": 4096}
-AGAIN = {"recompute": ["attention", "ffn", "expert"]}
+AGAIN = {"recompute": ["attention", "ffn", "expert", "shared"]}
 DEEPSPEED = {"precision": "float32"}
 
 

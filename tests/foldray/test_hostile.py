@@ -99,7 +99,7 @@ def test_models_that_are_trained_somewhere_are_legal_on_thousands_of_gpus(model:
         ),
         (["schedule={reduction: chunks, sp_bytes: 1}"], "schedule.sp_bytes=1: cuts a worker's gradients into 10408448 chunks"),
         ([f"schedule.degrees={list(range(1, 500))}"], "schedule.degrees=[1, 2, 3"),
-        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is not a legal value; legal: attention, expert, ffn"),
+        (["schedule.recompute=[x]"], "schedule.recompute.0=x: is not a legal value; legal: attention, expert, ffn, shared"),
         (["tune.space.kind=[stream, x]"], "tune.space.kind.1=x: is not a legal value; legal: sequential, moe_only"),
         (
             [f"tune.space.{key}={list(range(1, 17))}" for key in ("micro_batch", "degree", "virtual_stages", "batch_degree")],

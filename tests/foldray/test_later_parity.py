@@ -50,7 +50,7 @@ CASES = {
         4, {"cp": 2, "ep": 2}, schedule(kind="one_a_one_m", degree=4, reduction="chunks", sp_bytes=4096)
     ),
     "CP2, slices that run again": Case(
-        2, {"cp": 2, "ep": 2}, schedule(kind="stream", degree=2, recompute=["attention", "ffn", "expert"])
+        2, {"cp": 2, "ep": 2}, schedule(kind="stream", degree=2, recompute=["attention", "ffn", "expert", "shared"])
     ),
     "TP2 CP2 EP4": Case(4, {"tp": 2, "cp": 2, "ep": 4}, schedule(kind="stream", degree=4)),
     "PP2": Case(2, {"pp": 2}, {"training": {"micro_batch": 1}}),
@@ -66,11 +66,11 @@ CASES = {
     "tied over PP2": Case(2, {"pp": 2}, {"model": {"tied_embeddings": True, "norm": "layernorm", "positions": "learned"}}),
     "ZeRO-1": Case(2, {"ep": 2}, {"engine": {"zero": 1}}),
     "ZeRO-2, chunks": Case(4, {"ep": 2}, {"engine": {"zero": 2}, **schedule(reduction="chunks", sp_bytes=4096)}),
-    "run again": Case(2, {"ep": 2}, schedule(recompute=["attention", "ffn", "expert"])),
+    "run again": Case(2, {"ep": 2}, schedule(recompute=["attention", "ffn", "expert", "shared"])),
     "EP2, parts, fewer slices, further tokens, run again": Case(
         2, {"ep": 2},
         {"model": {"mtp_depth": 1, "moe_every": 2, "layers": 3},
-         **passes(1, kind="stream", degree=4, attention_degree=2, batch_degree=2, recompute=["attention", "ffn", "expert"])},
+         **passes(1, kind="stream", degree=4, attention_degree=2, batch_degree=2, recompute=["attention", "expert", "shared"])},
     ),
     "PP2 EP2, weave": Case(4, {"pp": 2, "ep": 2}, passes(4, kind="weave", degree=2)),
     "PP2 CP2 EP2, two blocks in turns": Case(

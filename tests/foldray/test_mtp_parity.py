@@ -30,7 +30,7 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 _SCHEDULES: dict[str, dict[str, Any]] = {
     "whole": {},
-    "apart": {"weight_gradients": "apart", "recompute": ["attention", "expert", "ffn"]},
+    "apart": {"weight_gradients": "apart", "recompute": ["attention", "expert", "ffn", "shared"]},
     "moe_only": {"kind": "moe_only", "degree": 2, "reduction": "chunks", "sp_bytes": 512},
     "one_a_one_m": {"kind": "one_a_one_m", "degree": 2, "recompute": ["attention"]},
     "stream": {"kind": "stream", "degree": 2, "lag": 2, "reduction": "buckets", "sp_bytes": 3000},

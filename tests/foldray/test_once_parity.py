@@ -17,7 +17,7 @@ from tests.foldray.parity import check_equal, make_recipe, one_process, train
 from tests.foldray.strict import StrictPools
 
 _STEPS = 2
-AGAIN = {"recompute": ["attention", "expert", "ffn"]}
+AGAIN = {"recompute": ["attention", "expert", "ffn", "shared"]}
 
 
 class Case(NamedTuple):

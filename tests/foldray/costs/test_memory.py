@@ -177,7 +177,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-AGAIN = [[], ["expert"], ["attention", "ffn", "expert"]]
+AGAIN = [[], ["expert"], ["shared"], ["attention", "ffn", "expert", "shared"]]
 
 
 @pytest.mark.gate(1 / 2)
@@ -204,7 +204,7 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
 SHARED, APART = Fold(2, ep=2), Fold(3, ep=2, expert_ranks=2)
 
 
-@pytest.mark.parametrize("again", [(), ("attention", "ffn", "expert")], ids=str)
+@pytest.mark.parametrize("again", [(), ("attention", "ffn", "expert", "shared")], ids=str)
 @pytest.mark.parametrize(
     ("fold", "way"), [(SHARED, "assignment"), (SHARED, "rank"), (APART, "rank")], ids=["shared", "once", "apart"]
 )
@@ -276,7 +276,7 @@ def test_a_step_of_several_micro_batches_stays_within_the_ledger(kind: str, ahea
 
 @pytest.mark.gate(1)
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("again", [("expert",), ("attention", "expert", "ffn")], ids=str)
+@pytest.mark.parametrize("again", [("expert",), ("attention", "expert", "ffn", "shared")], ids=str)
 def test_a_list_stays_within_the_ledger_if_ops_run_again(again: tuple[str, ...], ahead: float) -> None:
     peak, held = _compare("list", ahead, again)
     assert peak <= held.activations + held.buffers + held.logits

@@ -16,7 +16,7 @@ from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.kernels import attention as kernels
 from foldray.kernels.attention import Mask, attend, attend_backward, merge
-from foldray.model import context
+from foldray.model import attention_mask, context
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode as Mode
 from foldray.model.context import context_attention
@@ -84,6 +84,17 @@ def test_a_gpus_ways_give_the_same(ranks, cp: int, mode: Mode, heads: tuple[int,
 @pytest.mark.parametrize("mode", MODES)
 def test_narrower_types_stay_near(ranks, mode: Mode, dtype: torch.dtype, limit: float) -> None:
     assert _worst(ranks(4).run(_parity, 4, mode, (4, 2), [Asked(), Asked("few and long")], dtype)) <= limit
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.window in ("sliding:3", "sliding:10")], ids=str)
+def test_runs_of_queries_with_the_keys_of_their_window(case: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that holds whole sequences does not compute with the keys that a window hides, nor holds a mask for them."""
+    monkeypatch.setattr(attention_mask, "_SHORTEST_RUN", 4)
+    data, alone = data_of((4, 2), torch.float64, 0, case.value_dim), Groups.create(Fold(1)).context
+    (mask,) = masks([range(L)], 1, 0, case)
+    assert len(mask.query_runs) > 2
+    assert all(isinstance(run.mask, str) or run.mask.shape[-1] <= L // 2 for run in mask.query_runs)
+    assert max(_errors(_attended(data, alone, "ring", case), reference(data, case), alone)) <= 1e-12
 
 
 def _modes_agree(rank: int) -> float:
