@@ -226,11 +226,11 @@ def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
             reductions.append((graph.chunk(op).bytes, seconds))
         elif op.kind != HANDOVER:
             took[op.kind, op.direction, op.part].append(seconds)
-    return OpCosts(tuple((key, median(took[key])) for key in sorted(took)), *_line(reductions))
+    return OpCosts(tuple((key, median(took[key])) for key in sorted(took)), *fitted_line(reductions))
 
 
-def _line(timings: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit seconds to start a reduction and seconds per byte to (bytes, seconds). No coefficient becomes negative."""
+def fitted_line(timings: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit seconds to start an op and seconds per unit of its work to (work, seconds). No coefficient becomes negative."""
     from scipy.optimize import nnls
 
     if len({size for size, _ in timings}) < 2:

@@ -1,0 +1,140 @@
+"""The choice among orders of a step (`schedule.kind: auto`), by the times of ops that steps in some of these orders took.
+
+Nobody knows before how long a piece of an op takes: it starts as many kernels as the whole op, and computes less well. So the
+choice begins with the order that cuts nothing, takes pieces for as fast as their share of tokens, and goes on to what then seems
+fastest. Each step in another order says more about pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from statistics import fmean
+
+from foldray.clock import COMPUTE, Cost, OpCosts, simulate
+from foldray.clock.recorded import fitted_line
+from foldray.finding.found import first_list
+from foldray.graph import Op, SliceCost, StepGraph
+from foldray.kinds import ATTENTION, EMBED, HEAD
+from foldray.orders import Ordering, step_schedule
+
+_BLOCKS = 4  # simulated blocks of a stage; every further block takes as long as the one before
+_PASSES = 2  # simulated micro-batches, of which one may compute while another one's rows travel
+MOST_TRIED = 6
+LEAST_GAIN = 0.005  # of a step; what is expected to gain less is not tried
+
+Key = tuple[str, str, bool]
+"""Kind and direction of ops, and whether their gradients of weights are ops of their own."""
+
+
+class PieceTimes:
+    """The seconds of ops by their tokens, from steps in which they had some numbers of tokens.
+
+    An op takes a time to start, and the same time for every token, or, in attention, for every unit of `slice_cost`.
+    """
+
+    def __init__(self, slice_cost: SliceCost, ranks: int = 1):
+        self._slice_cost, self._ranks = slice_cost, ranks  # that share a sequence
+        self._timings: dict[Key, list[tuple[float, float]]] = {}  # (work, seconds)
+        self._lines: dict[Key, tuple[float, float]] = {}
+
+    def learn(self, graph: StepGraph, costs: OpCosts) -> None:
+        """Take the times of the ops of a step."""
+        ops: dict[tuple[str, str, int], Op] = {(op.kind, op.direction, op.part): op for op in graph.ops()}
+        for key, seconds in costs.seconds:
+            op = ops[key]
+            self._timings.setdefault(_key(graph, op), []).append((self._work(graph, op), seconds))
+        self._lines = {key: fitted_line(timings) for key, timings in self._timings.items()}
+
+    def cost(self, graph: StepGraph) -> Cost:
+        """Return the costs of a graph's ops. Embedding and head count nothing, for other stages may have them."""
+
+        def cost(op: Op) -> tuple[tuple[str, float], ...]:
+            channel = graph.channel(op)
+            seconds = 0.0 if op.kind in (EMBED, HEAD) else self._seconds(graph, op)
+            return ((channel[0] if channel else COMPUTE, seconds),)
+
+        return cost
+
+    def _seconds(self, graph: StepGraph, op: Op) -> float:
+        line = self._lines.get(_key(graph, op))
+        if line is None and op.kind in graph.later and op.direction in "BW":
+            # The products for the gradients of weights are as large as those for the gradients of inputs.
+            startup, per_unit = self._lines.get((op.kind, "B", False), (0.0, 0.0))
+            line = startup / 2, per_unit / 2
+        startup, per_unit = line or (0.0, 0.0)
+        return startup + per_unit * self._work(graph, op)
+
+    def _work(self, graph: StepGraph, op: Op) -> float:
+        tokens = graph.tokens(op)
+        if op.kind != ATTENTION:
+            return len(tokens)
+        end, begin = (self._slice_cost.before(place * self._ranks) for place in (tokens.stop, tokens.start))
+        return end - begin
+
+
+def _key(graph: StepGraph, op: Op) -> Key:
+    return op.kind, op.direction, op.direction in "BW" and op.kind in graph.later
+
+
+class Choice:
+    """The choice of the fastest ordering. Numbers of orderings stand for them; that of the plain one, which cuts nothing, is 0.
+
+    Args:
+        orderings: the orderings to choose from.
+        graph_of: (ordering, number of micro-batches) → the graph of such a step at the stage of the first rank.
+        passes: number of micro-batches of a step.
+    """
+
+    def __init__(
+        self, orderings: Sequence[Ordering], graph_of: Callable[[Ordering, int], StepGraph], times: PieceTimes, passes: int
+    ):
+        self.orderings, self.times = orderings, times
+        self._graph_of, self._passes = graph_of, min(passes, _PASSES)
+        self.measured: dict[int, float] = {}
+        self.predicted: dict[int, float] = {}
+
+    def tell(self, number: int, seconds: float, graph: StepGraph, costs: OpCosts) -> None:
+        """Take the seconds of a step in an ordering, with its graph and the times of its ops."""
+        self.measured[number] = seconds
+        self.times.learn(graph, costs)
+        self.predicted = {}
+
+    def ask(self) -> int | None:
+        """Return the ordering to try next; None if no other one is expected to gain enough."""
+        if not self.measured:
+            return 0
+        untried = [number for number in range(len(self.orderings)) if number not in self.measured]
+        if not untried or len(self.measured) >= MOST_TRIED:
+            return None
+        expected = {number: self.expected(number) for number in untried}
+        number = min(expected, key=expected.__getitem__)
+        return number if expected[number] < (1 - LEAST_GAIN) * min(self.measured.values()) else None
+
+    def expected(self, number: int) -> float:
+        """Return the seconds of a step: those on the clock, times how much longer steps took than on the clock.
+
+        Ops in pieces take longer beside each other than their times say, so steps with pieces go by such steps.
+        """
+        cut = self.orderings[number].slicing is not None
+        alike = [other for other in self.measured if (self.orderings[other].slicing is not None) == cut] or list(self.measured)
+        return self._simulated(number) * fmean(self.measured[other] / self._simulated(other) for other in alike)
+
+    def _simulated(self, number: int) -> float:
+        if number not in self.predicted:
+            ordering = self.orderings[number]
+            graph = self._graph_of(ordering, self._passes * ordering.batch_degree)
+            alone = replace(graph, stages=(graph.stages[0][:_BLOCKS],), pp=1, chunks=(), places=())
+            cost = self.times.cost(alone)
+            if ordering.forward.row.found:
+                lists = first_list(alone, cost, ordering.ahead)
+            else:
+                lists = step_schedule(alone, ordering.forward, ordering.backward)
+            self.predicted[number] = simulate(alone, lists, cost).seconds or inf
+        return self.predicted[number]
+
+    @property
+    def ranked(self) -> list[int]:
+        """The measured orderings, the fastest first."""
+        return sorted(self.measured, key=self.measured.__getitem__)
