@@ -64,6 +64,10 @@ class OnlineSearch:
         self.measured.append((knobs, seconds))
 
     @property
+    def finalists(self) -> list[Knobs]:
+        return self.ranked[:2]
+
+    @property
     def ranked(self) -> list[Knobs]:
         """The tried rows by their *measured* times, not by the model's expectation; the fastest first."""
         return [knobs for knobs, _ in sorted(self.measured, key=lambda pair: pair[1])]

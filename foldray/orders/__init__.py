@@ -6,6 +6,7 @@ from foldray.orders.lists import ordered_schedule, position_list, stage_order, s
 from foldray.orders.ordering import FoundList, Ordering, Sequences, WeightGradients, named_ordering
 from foldray.orders.overlaps import (
     AF_PIPE,
+    AUTO,
     KINDS,
     LIST,
     ONE_A_ONE_M,

@@ -96,7 +96,16 @@ OVERLAPS: Mapping[str, OverlapKind] = {
 AF_PIPE = OverlapKind(
     "af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None, weights_apart=True
 )
-KINDS: Mapping[str, OverlapKind] = {**OVERLAPS, AF_PIPE.name: AF_PIPE}
+AUTO = OverlapKind(
+    "auto",
+    "this project",
+    "what is measured to hide most; nothing until then",
+    all_attention_first,
+    cuts=False,
+    cuts_attention=False,
+)
+"""The kind of recipes whose order training chooses. Until then they are `sequential`."""
+KINDS: Mapping[str, OverlapKind] = {AUTO.name: AUTO, **OVERLAPS, AF_PIPE.name: AF_PIPE}
 
 USUAL_LAG = 2
 

@@ -133,17 +133,29 @@ class Execution:
 
     def graph(self, batches: Sequence[Batch], backward: bool = True) -> StepGraph:
         """Return the graph of a pass over these parts of micro-batches."""
+        length, chunks = batches[0].token_BL.shape[1], self._chunks() if self.reduces and backward else ()
+        return self.graph_of(self.ordering, length, len(batches), backward, chunks)
+
+    def graph_of(
+        self,
+        ordering: Ordering,
+        length: int,
+        micro_batches: int,
+        backward: bool = True,
+        chunks: tuple[tuple[Chunk, ...], ...] = (),
+    ) -> StepGraph:
+        """Return the graph of a step in an ordering (`Ordering.graph`)."""
         # Evaluation predicts the next token only.
         stages = (map(self.model.spec.block, stage.layers) for stage in self.model.ownership.stages)
-        return self.ordering.graph(
+        return ordering.graph(
             self.model.ownership,
             tuple(tuple(block for block in blocks if backward or not block.mtp) for blocks in stages),
-            batches[0].token_BL.shape[1],
-            len(batches),
+            length,
+            micro_batches,
             # In evaluation, the last micro-batch may be smaller on some ranks, so row counts differ even with padding.
             self.groups.fold.disjoint or not (self.model.spec.router.pad and backward),
             backward,
-            self._chunks() if self.reduces and backward else (),
+            chunks,
         )
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:

@@ -60,7 +60,7 @@ def test_degrees_and_sizes_together(seed: int) -> None:
     search = OnlineSearch([1, 2, 4, 8], (SMALLEST, LARGEST), seed=seed)
 
     def took(knobs: Knobs) -> float:
-        return curve(knobs.sp_bytes) * (1 + 0.3 / knobs.degree + 0.02 * knobs.degree)
+        return curve(knobs.sp_bytes) * (1 + 0.3 / knobs.order + 0.02 * knobs.order)
 
     while (knobs := search.ask()) is not None:
         search.tell(knobs, took(knobs))
@@ -71,6 +71,6 @@ def test_degrees_and_sizes_together(seed: int) -> None:
 def test_few_degrees_are_all_tried() -> None:
     search = OnlineSearch([2, 4, 8], None)
     while (knobs := search.ask()) is not None:
-        search.tell(knobs, 1 / knobs.degree)
+        search.tell(knobs, 1 / knobs.order)
     assert sorted(knobs for knobs, _ in search.measured) == [Knobs(2), Knobs(4), Knobs(8)]
     assert search.ranked[0] == Knobs(8)

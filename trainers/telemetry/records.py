@@ -93,9 +93,11 @@ class Resumed(_Sent):
 
 
 class Tried(_Sent):
-    """A degree and a size of gradient chunks that training tried in its first steps, or the choice among them."""
+    """An order and a size of gradient chunks that training tried in its first steps, or the choice among them."""
 
     kind: Literal["tried"]
+    order: str | None
+    """Short name of the order (`stream:4`); None if the recipe leaves the degree alone open."""
     degree: int
     sp_bytes: int | None
     """None if the recipe settles the size."""

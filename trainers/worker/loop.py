@@ -24,6 +24,7 @@ from foldray.costs.candidate import DTYPES as SHORT_DTYPES
 from foldray.costs.hardware import data_sheet_peak
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
+from foldray.orders import AUTO
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate
 from foldray.runtime.peak import matmul_peak, processor
@@ -45,6 +46,7 @@ from trainers.telemetry.records import Measured, Place, Step, Validation, averag
 from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine, read_weights
 from trainers.worker.online import Knobs, MakeSearch, Online
+from trainers.worker.orders import WORTH, OrderSearch, orders
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _BUILDING_S = 3600.0  # a rank ends itself if it needs longer to read the index of its data and to build its model and engine
@@ -123,12 +125,28 @@ class Worker:
         self.validation: dict[str, Any] = {}
         self.last: Step
         self.done: int | None = None  # finished steps, once the state to start from is there
-        self.search = search
-        sizes = recipe.schedule.sp_bytes == "auto"
-        self.online = Online(self.engine.execution, self.groups, self.device, recipe.orderings, sizes)
+        self.search, self.online = self._online(search)
         # The result of a search holds only for these settings on these machines. Otherwise training searches again.
-        self.ground = {**ground.settings(recipe), "machines": ground.machines(self.device, self.groups.control)}
+        self.ground = {
+            **ground.settings(recipe), "machines": ground.machines(self.device, self.groups.control),
+            "orders": list(self.online.names),
+        }  # fmt: skip
         self.speeds = {"products": self.products, "link": ground.link_rate(self.groups, self.device)}
+
+    def _online(self, search: MakeSearch | None) -> tuple[MakeSearch | None, Online]:
+        """Return the search for this recipe, and what it changes between steps."""
+        recipe, execution, known = self.recipe, self.engine.execution, (self.groups, self.device)
+        if recipe.schedule.kind != AUTO.name:
+            return search, Online(execution, *known, recipe.orderings, recipe.schedule.sp_bytes == "auto")
+        memory = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+        among = orders(recipe, memory)
+        orderings = list(among.values())
+
+        def worth() -> bool:
+            return recipe.training.steps - (self.done or 0) >= WORTH
+
+        online = Online(execution, *known, dict(enumerate(orderings)), False, list(among), worth)
+        return (lambda *_: OrderSearch(execution, recipe, orderings)) if len(among) > 1 else None, online
 
     def run(self, pulse: Pulse) -> dict[str, Any]:
         """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""
@@ -306,7 +324,7 @@ class Worker:
         knobs, holds = Knobs(*earlier.chosen), earlier.on == self.ground and ground.alike(self.speeds, earlier.speeds)
         # The first rank decides, because speeds could differ between ranks by rounding.
         (agreed,) = self.groups.control.all_gather(torch.tensor([holds], device=self.device))[:1].tolist()
-        if agreed and knobs.degree in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
+        if agreed and knobs.order in self.online.orderings and bool(knobs.sp_bytes) == self.online.sizes:
             self.online.choose(knobs, earlier.seconds)
 
     def _totals(self, losses: list[Losses], joules: float, stops: bool) -> Totals:

@@ -1,4 +1,4 @@
-"""Measurements in the first steps of a training: the times of ops, and the fastest degree and size of gradient chunks.
+"""Measurements in the first steps of a training: the times of ops, and the fastest order and size of gradient chunks.
 
 Training then watches its steps. If they take another time than was found, and do so for long, it measures anew. All of these
 steps train the model.
@@ -21,18 +21,19 @@ SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly a
 STEPS = 8  # steps of each trial; FlowMoE (section 4.1) takes ten, but here a run-off follows
 _WARM_UP = 2  # the first steps of a trial, which do not count
 TURNS = 4  # steps of each turn in the run-off; the first one is to warm up
+_FINALISTS = 3
 WATCHED = 16  # steps whose median is compared with the time that was found
 PATIENCE = 3  # medians in a row that must be off by more than DRIFT before training measures anew
 DRIFT = 0.1
 
 
 class Knobs(NamedTuple):
-    """The settings that may change from one step to the next: pieces of a sequence, and bytes of a chunk of gradients.
+    """The settings that may change from one step to the next: the order, and bytes of a chunk of gradients.
 
-    `sp_bytes` is 0 if the search does not change this size.
+    Orders have numbers (`Online.orderings`). `sp_bytes` is 0 if the search does not change this size.
     """
 
-    degree: int
+    order: int
     sp_bytes: int = 0
 
 
@@ -46,12 +47,12 @@ class Search(Protocol):
         """Take the seconds of a step with a setting."""
 
     @property
-    def ranked(self) -> list[Knobs]:
-        """The measured settings, the fastest first."""
+    def finalists(self) -> Sequence[Knobs]:
+        """One to three measured settings for the run-off, the fastest first."""
 
 
 MakeSearch = Callable[[Sequence[int], tuple[int, int] | None], Search]
-"""Makes a search from the degrees, and from the smallest and the largest size of chunks (None if the size is settled)."""
+"""Makes a search from the numbers of orders, and from the smallest and the largest size of chunks (None if it is settled)."""
 
 Tell = Callable[[Tried | Settled | Listed | Drifted], None]
 """Takes a record of what was found."""
@@ -63,17 +64,30 @@ Steps = Generator[None, float, None]
 class Online:
     """Changes the settings of a training between its steps. All ranks make the same changes.
 
-    It chooses from orderings, by degree. `sizes` says whether the search may change the size of gradient chunks.
+    Args:
+        orderings: the orderings to choose from, by number: their degrees, or with names their places.
+        sizes: whether the search may change the size of gradient chunks.
+        names: short names of the orderings, if they differ in more than degrees. The search then needs the times of their ops.
+        worth: says whether so many steps are left that a search pays.
     """
 
     def __init__(
-        self, execution: Execution, groups: Groups, device: torch.device, orderings: Mapping[int, Ordering], sizes: bool
+        self,
+        execution: Execution,
+        groups: Groups,
+        device: torch.device,
+        orderings: Mapping[int, Ordering],
+        sizes: bool,
+        names: Sequence[str] = (),
+        worth: Callable[[], bool] = lambda: True,
     ):
         self.execution, self.groups, self.device, self.orderings, self.sizes = execution, groups, device, orderings, sizes
+        self.names, self.worth = names, worth
         self.chosen: Knobs | None = None
         self.seconds: float | None = None
         self._patience = PATIENCE
-        self._settled: dict[int, Ordering] = {}  # by degree, once the times of its ops are measured
+        self._order = 0 if names else execution.ordering.degree
+        self._settled: dict[int, Ordering] = {}  # by number, once the times of its ops are measured
         self._listed: dict[Knobs, tuple[FoundList, Listed | None]] = {}  # found lists, with what rank 0 tells of them
 
     def steps(self, search: MakeSearch | None, tell: Tell) -> Steps:
@@ -83,22 +97,22 @@ class Online:
         """
         changes = search is not None or self.execution.lacks_costs
         yield from self._learn(tell)
-        if search is not None and self.chosen is None:
+        if search is not None and self.chosen is None and self.worth():
             yield from self.search(search, tell)
         while changes:
             yield from self._watch(tell)
             before, self.seconds = self.chosen, None
             self._forget()
             yield from self._learn(tell)
-            if search is not None:
+            if search is not None and self.worth():
                 yield from self.search(search, tell)
             # A search that finds the same again was not worth its steps.
             self._patience = PATIENCE if self.chosen != before else 2 * self._patience
 
     def search(self, make: MakeSearch, tell: Tell) -> Steps:
-        """Try settings for some steps each, and choose the faster one of the best two.
+        """Try settings for some steps each, and choose the fastest one of the finalists.
 
-        The speed of machines changes over time, so a setting may only seem fast. Therefore the best two take turns in a
+        The speed of machines changes over time, so a setting may only seem fast. Therefore the finalists take turns in a
         run-off, in the order first, second, second, first, and these steps decide.
         """
         sizes = self._range()
@@ -106,25 +120,29 @@ class Online:
 
         def record(knobs: Knobs, seconds: float, chosen: bool) -> None:
             if search is not None:
-                size = knobs.sp_bytes or None
-                tell({"kind": "tried", "degree": knobs.degree, "sp_bytes": size, "step_time_s": seconds, "chosen": chosen})
+                name = self.names[knobs.order] if self.names else None
+                record: Tried = {
+                    "kind": "tried", "degree": self.orderings[knobs.order].degree, "sp_bytes": knobs.sp_bytes or None,
+                    "step_time_s": seconds, "chosen": chosen, "order": name,
+                }  # fmt: skip
+                tell(record)
 
         while (knobs := self._agreed(search.ask() if search else None)) is not None:
             slowest = self._slowest((yield from self._take(knobs, STEPS, _WARM_UP, tell)))
             if search is not None:
                 search.tell(knobs, slowest)
             record(knobs, slowest, False)
-        best = [self._agreed(search.ranked[:2][place] if search else None) for place in (0, -1)]
-        first, second = (knobs for knobs in best if knobs is not None)
-        times: dict[Knobs, list[float]] = {first: [], second: []}
-        for knobs in (first, second, second, first):
+        finalists = [*search.finalists, *[None] * _FINALISTS][:_FINALISTS] if search else [None] * _FINALISTS
+        best = [knobs for given in finalists if (knobs := self._agreed(given)) is not None]
+        times: dict[Knobs, list[float]] = {knobs: [] for knobs in best}
+        for knobs in (*best, *reversed(best)):
             times[knobs] += yield from self._take(knobs, TURNS, 1, tell)
         medians = {knobs: self._slowest(seconds) for knobs, seconds in times.items()}
         self.choose(min(medians, key=medians.__getitem__))
         assert self.chosen is not None
         record(self.chosen, medians[self.chosen], True)
-        if self.sizes and (listed := self._listed.get(self.chosen, (None, None))[1]) is not None:
-            tell(listed)  # the list for another size may have been told last
+        if (self.sizes or self.names) and (listed := self._listed.get(self.chosen, (None, None))[1]) is not None:
+            tell(listed)  # another list may have been told last
 
     def choose(self, knobs: Knobs, seconds: float | None = None) -> None:
         """Use a setting for all following steps, which take so many seconds; None measures them."""
@@ -145,21 +163,21 @@ class Online:
         """Forget the times of ops and what was chosen by them."""
         self._settled.clear()
         self._listed.clear()
-        degree, reduction = self._now.degree, self.execution.ordering.reduction
-        self.execution.reorder(self.orderings[degree]._replace(reduction=reduction))
+        reduction = self.execution.ordering.reduction
+        self.execution.reorder(self.orderings[self._order]._replace(reduction=reduction))
 
     @property
     def _now(self) -> Knobs:
-        ordering = self.execution.ordering
-        return Knobs(ordering.degree, (ordering.reduction.bytes or 0) if self.sizes else 0)
+        return Knobs(self._order, (self.execution.ordering.reduction.bytes or 0) if self.sizes else 0)
 
     def _turn_to(self, knobs: Knobs) -> None:
         """Use a setting from the next step on."""
         if knobs == self._now:
             return
         ordering = self.execution.ordering
-        if knobs.degree != self._now.degree:
-            ordering = self._settled.get(knobs.degree, self.orderings[knobs.degree])._replace(reduction=ordering.reduction)
+        if knobs.order != self._order:
+            ordering = self._settled.get(knobs.order, self.orderings[knobs.order])._replace(reduction=ordering.reduction)
+            self._order = knobs.order
         if knobs.sp_bytes:
             ordering = ordering._replace(reduction=ordering.reduction._replace(bytes=knobs.sp_bytes))
         found = self._listed.get(knobs, (None, None))[0]  # a list has the chunks of one size
@@ -168,7 +186,7 @@ class Online:
     def _learn(self, tell: Tell) -> Steps:
         """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then traced ones."""
         execution, was_open = self.execution, self.execution.ordering.open
-        while execution.lacks_costs:
+        while execution.lacks_costs or (self.names and execution.ordering.costs is None):
             if execution.trace is None:
                 yield
                 execution.trace = Trace(self.device)
@@ -177,8 +195,8 @@ class Online:
         if execution.trace is None:
             return
         execution.trace = None
-        degree, settled = self._now.degree, execution.ordering
-        self._settled[degree] = settled
+        settled = execution.ordering
+        self._settled[self._order], degree = settled, settled.degree
         listed: Listed | None = None
         if (found := execution.found) is not None:
             lists = [[list(op) for op in order] for order in found.schedule]
@@ -207,9 +225,9 @@ class Online:
 
     def _agreed(self, knobs: Knobs | None) -> Knobs | None:
         """Return the setting of the first rank."""
-        values = torch.tensor([knobs or (0, 0)], dtype=torch.int64, device=self.device)
-        degree, size = self.groups.control.all_gather(values)[0].tolist()
-        return Knobs(degree, size) if degree else None
+        values = torch.tensor([knobs or (-1, 0)], dtype=torch.int64, device=self.device)
+        order, size = self.groups.control.all_gather(values)[0].tolist()
+        return Knobs(order, size) if order >= 0 else None
 
     def _slowest(self, seconds: list[float]) -> float:
         """Return the median seconds of the slowest rank."""

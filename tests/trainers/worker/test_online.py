@@ -33,8 +33,8 @@ class Known:
         self.told[knobs] = seconds
 
     @property
-    def ranked(self) -> list[Knobs]:
-        return sorted(self.told, key=self.told.__getitem__)
+    def finalists(self) -> list[Knobs]:
+        return sorted(self.told, key=self.told.__getitem__)[:2]
 
 
 SIZES = [Knobs(1, 1000), Knobs(1, 2000), Knobs(1, 500)]
@@ -115,7 +115,14 @@ def test_the_best_two_take_turns_and_these_decide(ranks) -> None:
     first, second = tuned(ranks, drifting, 2 + 3 * STEPS + 4 * TURNS)
     assert list(first["told"].values()) == [3.0, 2.0, 5.0]
     assert first["chosen"] == second["chosen"] == Knobs(1, 1000)
-    assert first["records"][-1] == {"kind": "tried", "degree": 1, "sp_bytes": 1000, "step_time_s": 1.0, "chosen": True}
+    assert first["records"][-1] == {
+        "kind": "tried",
+        "degree": 1,
+        "sp_bytes": 1000,
+        "step_time_s": 1.0,
+        "chosen": True,
+        "order": None,
+    }
 
 
 def test_steps_that_drift_for_long_are_searched_for_again(ranks) -> None:
@@ -284,7 +291,7 @@ def test_a_list_is_found_twice_and_told_once(ranks) -> None:
     assert [record["degree"] for record in listed] == [2, 1], "once for each degree, however often it is taken up again"
     assert not [record for record in second["records"] if record["kind"] == "listed"], "only rank 0 tells"
     assert first["runs"].found.order == second["runs"].found.order
-    own = next(record for record in listed if record["degree"] == first["chosen"].degree)
+    own = next(record for record in listed if record["degree"] == first["chosen"].order)
     assert own["lists"] == [[list(op) for op in first["runs"].found.order]]
     assert own["bound"] <= own["seconds"] <= own["named_seconds"]
 
@@ -312,5 +319,5 @@ def test_lags_are_chosen_after_the_second_step_and_told(ranks) -> None:
     assert not [record for record in second["records"] if record["kind"] == "settled"]
     assert first["runs"] == second["runs"]
     assert not first["runs"].open
-    (own,) = [record for record in settled if record["degree"] == first["chosen"].degree]
+    (own,) = [record for record in settled if record["degree"] == first["chosen"].order]
     assert (own["forward"], own["backward"]) == (str(first["runs"].forward), str(first["runs"].backward))

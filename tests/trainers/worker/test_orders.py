@@ -1,0 +1,102 @@
+"""`schedule.kind: auto`: the orders that a recipe may have, and the search among them in a training's first steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.comm import Groups
+from foldray.finding.choice import MOST_TRIED
+from tests.foldray.parity import batches, engine_of, make_recipe
+from trainers.worker.online import TURNS, Knobs, Online
+from trainers.worker.orders import OrderSearch, orders
+
+FOLD = {"ep": 2}
+SCHEDULE = {"kind": "auto"}
+
+
+def test_orders_are_those_that_the_recipe_can_have() -> None:
+    among = orders(make_recipe(2, FOLD, schedule=SCHEDULE))
+    assert list(among)[0] == "sequential"
+    assert {"one_a_one_m:2", "stream:4", "stream:4/2", "moe_only:2", "weave:1", "list:1", "list:2"} <= set(among)
+    assert among["stream:4/2"].fewer_slices == 2
+    assert among["list:2"].weight_gradients == "apart"
+    assert not any(name.startswith("flow") for name in among), "a micro-batch of one sequence has no parts"
+    assert "flow:1" in orders(make_recipe(2, FOLD, schedule=SCHEDULE, training={"micro_batch": 2, "global_batch": 4}))
+
+
+@pytest.mark.parametrize(
+    ("workers", "fold", "sections"),
+    [
+        (1, {}, {}),  # no rows travel
+        (2, {}, {}),
+        (2, FOLD, {"model": {"router": {"capacity_factor": 1.0}}}),  # the order decides which tokens are dropped
+    ],
+)
+def test_nothing_is_searched_where_no_order_is_better(workers: int, fold: dict[str, int], sections: dict[str, Any]) -> None:
+    assert list(orders(make_recipe(workers, fold, schedule=SCHEDULE, **sections))) == ["sequential"]
+
+
+def test_orders_that_need_more_memory_than_there_is_are_left_out() -> None:
+    recipe = make_recipe(2, FOLD, schedule=SCHEDULE)
+    assert list(orders(recipe, memory=1e6)) == ["sequential"]
+    assert orders(recipe, memory=1e12) == orders(recipe)
+
+
+def _auto(rank: int, fastest: str, slower: float, steps: int, worth: bool) -> dict[str, Any]:
+    """Run steps with made-up times: one order is fast, and all others take a second."""
+    recipe = make_recipe(2, FOLD, schedule=SCHEDULE)
+    groups = Groups.create(recipe.placed_fold, rank)
+    execution, records = engine_of(recipe, groups).execution, list[Any]()
+    among = orders(recipe)
+    orderings = list(among.values())
+    online = Online(execution, groups, torch.device("cpu"), dict(enumerate(orderings)), False, list(among), worth=lambda: worth)
+    going = online.steps(lambda *_: OrderSearch(execution, recipe, orderings), records.append)
+    next(going)
+    taken = []
+    for _ in range(steps):
+        execution.train(batches(recipe, groups.dp_rank, 0))
+        execution.gradients.zero()
+        taken.append(list(among)[online._order])
+        going.send((slower if rank else 1.0) * (0.5 if taken[-1] == fastest else 1.0))
+    found = {"taken": taken, "chosen": online.chosen, "names": list(among), "records": records, "now": execution.ordering}
+    groups.close()
+    return found
+
+
+def _names(found: dict[str, Any]) -> list[str]:
+    return [record["order"] for record in found["records"] if record["kind"] == "tried" and not record["chosen"]]
+
+
+def test_the_fastest_order_is_kept_and_told(ranks) -> None:
+    first, second = ranks(2).run(_auto, "one_a_one_m:2", 1.0, 120, True)
+    assert first["taken"] == second["taken"], "all ranks have one order"
+    assert first["names"][first["chosen"].order] == first["taken"][-1]
+    tried = _names(first)
+    assert tried[0] == "sequential"
+    assert len(tried) <= MOST_TRIED
+    assert not second["records"]
+    if "one_a_one_m:2" in tried:
+        assert first["taken"][-1] == "one_a_one_m:2"
+    final = [record for record in first["records"] if record["kind"] == "tried" and record["chosen"]]
+    assert [record["order"] for record in final] == [first["taken"][-1]]
+
+
+def test_sequential_is_always_in_the_run_off(ranks) -> None:
+    """Pieces are slower on this machine, so training ends with what it began with."""
+    first, _ = ranks(2).run(_auto, "sequential", 1.0, 120, True)
+    assert first["chosen"] == Knobs(0)
+    last = (
+        len(first["taken"])
+        - 1
+        - first["taken"][::-1].index(next(name for name in reversed(first["taken"]) if name != "sequential"))
+    )
+    assert "sequential" in first["taken"][max(0, last - 3 * TURNS) : last]
+
+
+def test_short_trainings_search_nothing(ranks) -> None:
+    first, _ = ranks(2).run(_auto, "stream:4", 1.0, 30, False)
+    assert set(first["taken"]) == {"sequential"}
+    assert not first["records"]
