@@ -239,7 +239,7 @@ def test_a_server_that_fails_later_is_logged_without_the_password(
     tracker._client.log_batch = down  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         for record in run(2, layers=len(Recipe.parse(RECIPE).model.moe_layers)):
-            tracker.receive(record)
+            tracker.take(record)
         tracker.close("FINISHED")
     assert "MLflow at http://***@127.0.0.1:9 fails (API request to http://***@127.0.0.1:9/api/2.0 failed)" in caplog.text
     assert "hush" not in caplog.text
