@@ -17,7 +17,7 @@ from trainers.telemetry import mail, mailbox
 from trainers.telemetry.history import LOAD_WINDOW, History
 from trainers.telemetry.mail import Mail
 from trainers.telemetry.mailbox import Inbox, Outbox
-from trainers.telemetry.records import Record, as_json, number
+from trainers.telemetry.records import Record, Sink, as_json, number
 
 
 @ray.remote(num_cpus=0)
