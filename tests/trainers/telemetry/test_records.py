@@ -17,7 +17,7 @@ from trainers.telemetry import mail, mailbox
 from trainers.telemetry.history import LOAD_WINDOW, History
 from trainers.telemetry.mail import Mail
 from trainers.telemetry.mailbox import Inbox, Outbox
-from trainers.telemetry.records import Record, Sink, as_json, number
+from trainers.telemetry.records import KINDS, Record, Sink, as_json, number
 
 
 @ray.remote(num_cpus=0)
@@ -299,3 +299,7 @@ def test_a_method_for_no_kind_is_refused() -> None:
     """A record would never reach a method whose name has a slip."""
     with pytest.raises(TypeError, match="take_stepp takes no kind of record"):
         type("Loud", (Sink,), {"take_stepp": lambda self, record: None})
+
+
+def test_the_history_takes_every_kind() -> None:
+    assert [kind for kind in KINDS if not hasattr(History, f"take_{kind}")] == []
