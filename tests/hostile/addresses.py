@@ -12,10 +12,10 @@ _STORAGES = [
     ("a key in the address", f"train recipe.yaml cluster.storage=s3://KEY:{SECRET}@bucket/runs", "holds a password"),
     ("a token behind it", f"train recipe.yaml 'cluster.storage=gs://bucket/runs?access_token={SECRET}'", "holds a password"),
     ("a file that leaves", "train recipe.yaml cluster.storage=file:///proc/../proc/x", "is not a writable folder"),
-    ("a file on another host", "train recipe.yaml cluster.storage=file://host/x", "cluster.storage=file://host/x"),
+    ("a file on another host", "train recipe.yaml cluster.storage=file://host/x", "is not a folder on this machine"),
     ("a device", "train recipe.yaml cluster.storage=/dev/null/x", "is not a writable folder"),
     ("a recipe as a folder", "tune recipe.yaml cluster.storage=recipe.yaml", "is not a writable folder"),
-    ("nobody's home", "verify recipe.yaml cluster.storage=~nobody-here/x", "names the home of an unknown user"),
+    ("nobody's home", "train recipe.yaml cluster.storage=~nobody-here/x", "names the home of an unknown user"),
     ("a zero byte", 'train recipe.yaml "cluster.storage=\\"a\\\\0b\\""', "a zero byte"),
 ]  # fmt: skip
 _PLACES = [
@@ -33,7 +33,7 @@ _TRACKERS = [
     ("a path", "train recipe.yaml tracking.uri=../../../x", "cannot be used for MLflow tracking"),
     ("Databricks", f"train recipe.yaml tracking.uri=databricks://{_USER}@host", "cannot be used for MLflow tracking"),
     ("a database in a device", "train recipe.yaml tracking.uri=sqlite:////dev/null/x.db", "cannot be used for MLflow tracking"),
-    ("a database that is a recipe", "train recipe.yaml tracking.uri=sqlite:///recipe.yaml", "cannot be used for MLflow tracking"),
+    ("a database that is a recipe", "train recipe.yaml tracking.uri=sqlite:///recipe.yaml", "file is not a database"),
     ("options of a driver", "train recipe.yaml tracking.uri=sqlite://user@/x?evil=1", "cannot be used for MLflow tracking"),
     ("an address with a hidden password", "train recipe.yaml tracking.uri=http://***@127.0.0.1:9", "lacks its secret"),
 ]  # fmt: skip

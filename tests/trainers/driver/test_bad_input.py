@@ -62,8 +62,6 @@ def place(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(place / "untold", a=good * 99 + '{"txt": "text"}\n', b=good * 9)
     write(place / "lists", a="[1]\n", b="[1]\n")
     write(place / "numbers", a='{"text": 3}\n', b='{"text": 3}\n')
-    write(place / "no-tokenizer", **{"config.json": "{}"})
-    write(place / "half-tokenizer", **{"tokenizer.json": "{}"})
     return place
 
 
@@ -126,13 +124,9 @@ DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.source=parquet", ("data.path=", "/texts/", "is not Parquet")),
     ("model.vocab=100", ("model.vocab=100", "must be at least 257, the ids of data.tokenizer=byte")),
     ("data.tokenizer=/nowhere", ("data.tokenizer=/nowhere", "this folder does not exist")),
-    ("data.tokenizer=gpt2", ("data.tokenizer=gpt2", 'must be "byte" or a folder', "this folder does not exist")),
-    ("data.tokenizer=no-tokenizer", ("data.tokenizer=no-tokenizer", "holds no Hugging Face tokenizer")),
-    ("data.tokenizer=half-tokenizer", ("data.tokenizer=half-tokenizer", "holds no Hugging Face tokenizer that can be loaded")),
     ("data.cache=file", ("data.cache=", "/file", "cannot be written (Not a directory)")),
     ("data.tokenizer=~nobody-of-this-name", ("data.tokenizer=~nobody-of-this-name", "this folder does not exist")),
     (f"data.tokenizer={'x' * 300}", ("data.tokenizer=xxx", "this folder does not exist")),
-    ("data.cache=~nobody-of-this-name", ("data.cache=~nobody-of-this-name", "the home of an unknown user")),
     (f"data.cache={'x' * 300}", ("data.cache=", "cannot be written (File name too long)")),
     ("data.cache=/proc/foldray", ("data.cache=/proc/foldray", "cannot be written")),
 ]
@@ -141,10 +135,6 @@ STORAGE: list[tuple[str, tuple[str, ...]]] = [
     ("cluster.storage=file/runs", ("cluster.storage=", "/file/runs:", "is not a writable folder (Not a directory)")),
     ("cluster.storage=/proc/foldray/runs", ("cluster.storage=/proc/foldray/runs", "is not a writable folder")),
     (f"cluster.storage={'x' * 300}", ("cluster.storage=/", "(File name too long)")),
-    ("cluster.storage=~nobody-of-this-name/runs", ("cluster.storage=~nobody-of-this-name/runs", "the home of an unknown user")),
-    ("cluster.storage=ftpp://host/runs", ("cluster.storage=ftpp://host/runs", "is not a storage that can be reached", "ftpp")),
-    ("cluster.storage=file:///proc/foldray", ("cluster.storage=/proc/foldray", "is not a writable folder")),
-    ("cluster.storage=file://host/runs", ("cluster.storage=file://host/runs", "is not a folder on this machine")),
     (
         "cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9&scheme=http&region=x",
         ("cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9", "is not a storage that can be reached and written to"),
@@ -152,13 +142,9 @@ STORAGE: list[tuple[str, tuple[str, ...]]] = [
 ]
 TRACKING: list[tuple[str, tuple[str, ...]]] = [
     ("tracking.uri=http://127.0.0.1:9", ("tracking.uri=http://127.0.0.1:9", "Connection refused", "legal: sqlite:///")),
-    ("tracking.uri=http://127.0.0.1:port", ("tracking.uri=http://127.0.0.1:port", "cannot be used for MLflow tracking")),
-    ("tracking.uri=htp://127.0.0.1", ("tracking.uri=htp://127.0.0.1", "cannot be used for MLflow tracking")),
-    ("tracking.uri='some words'", ("tracking.uri=some words", "cannot be used for MLflow tracking")),
     ("tracking.uri=postgresql://127.0.0.1:9/db", ("tracking.uri=postgresql://127.0.0.1:9/db", "Connection refused")),
     ("tracking.uri=sqlite://db", ("tracking.uri=sqlite://db", "three slashes")),
     ("tracking.uri=sqlite:///file/db", ("tracking.uri=sqlite:////", "/file/db", "cannot be used for MLflow tracking")),
-    ("tracking.uri=sqlite:///texts/a", ("tracking.uri=sqlite:////", "/texts/a", "file is not a database")),
 ]
 CLUSTER: list[tuple[str, tuple[str, ...]]] = [
     (
