@@ -11,6 +11,8 @@ _STORAGES = [
      "is not a storage that can be reached"),
     ("a key in the address", f"train recipe.yaml cluster.storage=s3://KEY:{SECRET}@bucket/runs", "holds a password"),
     ("a token behind it", f"train recipe.yaml 'cluster.storage=gs://bucket/runs?access_token={SECRET}'", "holds a password"),
+    ("a checkpoint with a key", f"train recipe.yaml --from s3://KEY:{SECRET}@bucket/runs/r/step_00000002",
+     "from=s3://***@bucket/runs/r/step_00000002: holds a password, a key or a token"),
     ("a file that leaves", "train recipe.yaml cluster.storage=file:///proc/../proc/x", "is not a writable folder"),
     ("a file on another host", "train recipe.yaml cluster.storage=file://host/x", "is not a folder on this machine"),
     ("a device", "train recipe.yaml cluster.storage=/dev/null/x", "is not a writable folder"),
