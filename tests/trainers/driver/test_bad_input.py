@@ -54,14 +54,10 @@ def place(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(place / "empty", a="", b="", c="")
     write(place / "short", a="short", b="short", c="short")
     write(place / "binary", **{name: bytes(range(256)) * 100 for name in "abc"})
-    write(place / "utf16", **{name: ("text " * 1000).encode("utf-16") for name in "abc"})
     write(place / "partly", a="text " * 1000, b="text " * 1000, z=b"\x7fELF\0\0")
     good = '{"text": "some text that is long enough"}\n'
-    write(place / "body", a='{"body": "text"}\n' * 9, b='{"body": "text"}\n' * 9)
     write(place / "torn", a=good * 99 + '{"text": \n', b=good * 9)
     write(place / "untold", a=good * 99 + '{"txt": "text"}\n', b=good * 9)
-    write(place / "lists", a="[1]\n", b="[1]\n")
-    write(place / "numbers", a='{"text": 3}\n', b='{"text": 3}\n')
     return place
 
 
@@ -100,8 +96,6 @@ def refused(runs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=/nowhere/a.txt", ("data.path=/nowhere/a.txt", "matches no file")),
-    ("data.path=texts/*.md", ("data.path=texts/*.md", "matches no file", "texts/*.md)")),
-    ("data.path=texts", ("data.path=texts", "is a folder; name a file or a glob, such as texts/*")),
     ("data.path=~nobody-of-this-name/a", ("data.path=~nobody-of-this-name/a", "matches no file")),
     (f"data.path={'x' * 4000}", ("data.path=xxx", "matches no file")),
     ("data.path=empty/*", ("data.seq_len=32", "needs 33 tokens, but the training documents have 0")),
@@ -109,17 +103,12 @@ DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.validation.path=short/*", ("data.seq_len=32", "needs 33 tokens, but the validation documents have 18")),
     ("data.seq_len=16777216", ("data.seq_len=16777216", "but the training documents have")),
     ("data.path=binary/*", ("data.path=", "/binary/", "is not UTF-8 text", "zero bytes")),
-    ("data.path=utf16/*", ("data.path=", "/utf16/", "another encoding")),
     ("data.path=partly/*", ("data.path=", "/partly/z", "is not UTF-8 text", "zero bytes")),
     ("data.path=texts/a", ("data.validation.path=null", "must name a validation set", "data.path is one file, a")),
     ("data.validation.path=/nowhere/*", ("data.validation.path=/nowhere/*", "matches no file")),
     ("data.path=texts/*  data.validation.path=texts/*", ("data.validation.path=texts/*", "nothing is left to train on")),
-    ("data.source=jsonl  data.path=body/*", ("data.text_field=text", "is not a field of line 1", "/body/a", "legal: body")),
     ("data.source=jsonl  data.path=torn/*", ("data.path=", "/torn/a", "line 100 is not JSON")),
     ("data.source=jsonl  data.path=untold/*", ("data.text_field=text", "is not a field of line 100", "/untold/a", "legal: txt")),
-    ("data.source=jsonl  data.path=lists/*", ("data.path=", "/lists/", "line 1 is not a JSON object")),
-    ("data.source=jsonl  data.path=numbers/*", ("data.text_field=text", "is not text but int in line 1")),
-    ("data.source=jsonl  data.path=binary/*", ("data.path=", "/binary/", "line 1 is not JSON")),
     ("data.source=jsonl", ("data.path=", "/texts/", "line 1 is not JSON")),
     ("data.source=parquet", ("data.path=", "/texts/", "is not Parquet")),
     ("model.vocab=100", ("model.vocab=100", "must be at least 257, the ids of data.tokenizer=byte")),
