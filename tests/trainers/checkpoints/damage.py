@@ -107,14 +107,6 @@ def replaced(name: str, content: Any, seals: bool = True) -> Damage:
     return damage
 
 
-def linked(name: str, to: str) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(to)
-
-    return damage
-
-
 def metadata(change: Callable[[Metadata, Path], Any]) -> Damage:
     """Change the content of `.metadata`. If `change` returns an object, it is pickled instead."""
 
