@@ -52,6 +52,9 @@ class Saver:
     """
 
     def __init__(self, asynchronous: bool, limit: timedelta, check: Callable[[], None] = lambda: None):
+        # PyTorch's checkpoints take most of a second to import. So only a process that saves does so, and before its first step.
+        import trainers.checkpoints.tensors  # noqa: F401
+
         self.asynchronous, self.limit, self.check = asynchronous, limit, check
         self.group = host_group(limit)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -78,7 +81,6 @@ class Saver:
             progress: the other state (`stored.Progress`); `progress["step"]` names the checkpoint.
             last: wait until the checkpoint is written.
         """
-        # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
         from trainers.checkpoints.tensors import Staged
 
         if not self._idle.wait(self.limit.total_seconds()):
