@@ -203,21 +203,15 @@ def test_recipes_that_cannot_be_read(refused: Refused, path: str, reason: str) -
 # Overrides with two spaces between them, the beginning of the line, and other parts of the line.
 OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     # not an override, or an override of no key
-    ("training.steps", "override=training.steps", ("must read key.sub=value",)),
     ("training..steps=3", "override=training..steps=3", ("must read key.sub=value",)),
     (".training=3", "override=.training=3", ("must read key.sub=value",)),
-    ("name.first=x", "name.first=x", ("name is not a section",)),
-    ("trainig.steps=3", "trainig=", ("did you mean 'training'?", "legal: name, model")),
-    ("training.setps=3", "training.setps=3", ("did you mean 'steps'?", "legal: steps, stop_after")),
     # values that are not YAML
-    ("training.steps=[1", "training.steps=[1", ("is not a YAML value",)),
     ("name='", "name='", ("is not a YAML value",)),
     ("name=2026-13-45", "name=2026-13-45", ("is not a YAML value",)),
     ("name=!!bool perhaps", "name=!!bool perhaps", ("is not a YAML value",)),
     ("data={path: a, path: b}", "data={path: a, path: b}", ("is not a YAML value",)),
     (f"training.steps={DIGITS}", "training.steps=99999", ("is not a YAML value",)),
     # wrong types
-    ("training.steps=many", "training.steps=many", ("is not a valid integer",)),
     ("training.steps=1e3", "training.steps=1e3", ("is not a valid integer",)),
     ("training.steps=true", "training.steps=true", ("is not a valid number",)),
     ("optimizer.clip=yes", "optimizer.clip=true", ("is not a valid number",)),
@@ -227,21 +221,12 @@ OVERRIDES: list[tuple[str, str, tuple[str, ...]]] = [
     ("name=3", "name=3", ("is not a text",)),
     ("cluster.storage=[a]", "cluster.storage=['a']", ("is not a text",)),
     # out of range
-    ("training.steps=0", "training.steps=0", ("must be greater than or equal to 1",)),
     ("training.seed=4294967296", "training.seed=4294967296", ("must be less than 4294967296",)),
-    ("optimizer.betas=[0.9, 1]", "optimizer.betas.1=1", ("must be less than 1",)),
     ("cluster.workers=999999999999", "cluster.workers=999999999999", ("must be less than or equal to 131072",)),
     (f"name={'n' * 101}", f"name={'n' * 70}", ("at most 100 characters",)),
     ("tracking.experiment=''", "tracking.experiment=''", ("at least 1 character",)),
-    # choices
-    ("optimizer.kind=adam", "optimizer.kind=adam", ("legal: adamw, sgd, muon",)),
     # values that do not fit together
-    ("fold.ep=3", "fold=1·3·1", ("etp·ep·pp must divide the world size 2", "nearest legal folds: tp=1 cp=1", "legal: 1, 2")),
     ("fold.cp=2  data.seq_len=130", "data.seq_len=130", ("must be a multiple of 4", "legal: 128, 132")),
-    ("model.experts=16381", "fold.ep=2", ("must divide model.experts=16381; legal: 1",)),
-    ("moe.backend=tutel  precision=float64  engine.kind=torch", "moe.backend=tutel", ("round float64; legal: torch",)),
-    ("moe.backend=deepspeed  model.router.scale=2", "moe.backend=deepspeed", ("with scale 1", "legal: torch, tutel")),
-    ("engine.zero=0  optimizer.clip=null  precision=bfloat16", "engine.zero=0", ("bfloat16", "legal: 1, 2")),
 ]
 
 
@@ -276,12 +261,10 @@ EXPLAIN: list[tuple[str, tuple[str, ...]]] = [
 ]
 ILLEGAL: list[tuple[str, tuple[str, ...]]] = [
     ("--world-size 0", ("world_size=0", "at least 1")),
-    ("--world-size -8", ("world_size=-8", "at least 1")),
     ("--world-size 99999999999999", ("world_size=99999999999999", "at most 131072 ranks")),
     ("--world-size 8 --tp 0", ("tp=0", "at least 1", "nearest legal folds: tp=1")),
     ("--world-size 8 --ep 3", ("fold=1·3·1", "etp·ep·pp must divide the world size 8", "nearest legal folds:", "ep=4")),
     ("--world-size 8 --tp 3 --pp 2", ("fold=3·1·2", "tp·cp·pp must divide the world size 8", "nearest legal folds:")),
-    ("--world-size 8 --order tp", ("order=tp:", "must name each of tp-cp-dp-pp once")),
     ("--world-size 8 --order tp-cp-dp-pp-pp", ("order=tp-cp-dp-pp-pp", "must name each of tp-cp-dp-pp once")),
     ("--world-size 8 --moe-order tp-cp-dp-pp", ("moe_order=tp-cp-dp-pp", "must name each of etp-ep-edp-pp once")),
     (
@@ -290,14 +273,6 @@ ILLEGAL: list[tuple[str, tuple[str, ...]]] = [
             "order=pp-tp-cp-dp | etp-ep-edp-pp: the pipeline groups must have the same members in both views",
             "attention has [0 1], the experts [0 4]; legal: tp-cp-dp-pp | etp-ep-edp-pp",
         ),
-    ),
-    (
-        "--world-size 8 --tp 2 --pp 2 --ep 4 --order tp-cp-pp-dp",
-        ("order=tp-cp-pp-dp | etp-ep-edp-pp:", "attention has [0 2], the experts [0 4]"),
-    ),
-    (
-        "--world-size 8 --tp 2 --pp 2 --ep 4 --order tp-cp-pp-dp --moe-order etp-ep-pp-edp",
-        ("order=tp-cp-pp-dp | etp-ep-pp-edp:", "attention has [0 2], the experts [0 4]; legal: tp-cp-dp-pp | etp-ep-edp-pp"),
     ),
     ("--world-size 8 --pp 2 --ep 4 --moe-order pp-etp-ep-edp", ("attention has [0 4], the experts [0 1]",)),
     ("--world-size 8 --tp 3 --ep 3 --ranks-per-node 4 --best-order --picture fold.png", ("fold=3·1·1", "nearest legal folds:")),

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, Stage, ranks_of_a_token, visits_of_a_token
 from foldray.costs.bounds import cut_of
-from foldray.costs.candidate import Candidate
+from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import FLOAT32, INT64, Device
-from foldray.costs.layout import Content, StageForm
 from foldray.costs.memo import Memo
 from foldray.costs.memory import (
     GIB,
@@ -35,10 +34,9 @@ from foldray.costs.memory import (
     parameters,
     summed_rows,
 )
-from foldray.costs.muon import elements, matrices, round_bytes
 from foldray.costs.rank import OpWork, RankCosts
 from foldray.costs.shares import Price, Work
-from foldray.costs.updates import WHOLE, stage_updates
+from foldray.costs.updates import WHOLE, elements, matrices, round_bytes, stage_updates
 from foldray.costs.working import head_logits
 from foldray.graph import Op
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT

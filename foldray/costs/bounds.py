@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.costs.candidate import Pieces
-from foldray.costs.layout import Content, PipelineLayout, Positions
+from foldray.costs.candidate import Content, Pieces, PipelineLayout, Positions
 from foldray.costs.rank import RankCosts, Totals, shared_by_ops
 from foldray.graph import Slicing, gathers
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE, SHARED

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.costs.bounds import ends_of
-from foldray.costs.candidate import Candidate, Pieces
+from foldray.costs.candidate import Candidate, Content, Pieces, PipelineLayout
 from foldray.costs.device import FLOAT32, INT64
-from foldray.costs.layout import Content, PipelineLayout
-from foldray.costs.muon import elements, moment
 from foldray.costs.rank import RankCosts, shared_by_fold, shared_by_ops
+from foldray.costs.updates import elements, moment
 from foldray.costs.working import after_backward, buffers, head_logits, networks, passing_keys, unreduced
 from foldray.finding import blocks_left
 from foldray.fold import Fold

@@ -1,31 +1,94 @@
 """The simulated passes of stages: how long a pass takes, and when it hands over and takes over its pieces.
 
+The lists of a stage's pass, and of a pipeline of whole stages, are compiled once.
+
 If a stage works on several pieces, its handover travels piece by piece (`StepGraph.handovers`). The next stage can then begin
 before this one has ended. In a pipeline of whole stages, this is a handover with a negative time (`delay`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.clock import Host
+from foldray.clock import CompiledSchedule, Host
 from foldray.costs.bounds import ends_of, stage_works
-from foldray.costs.candidate import Candidate
-from foldray.costs.layout import Content, StageForm
-from foldray.costs.lists import StageList, stage_list
+from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.rank import RankCosts, pieces_of
 from foldray.costs.shares import Price, Stretch
-from foldray.graph import Direction, Reduction, gathers
-from foldray.orders import Ordering, Overlap
+from foldray.graph import Direction, Op, PipelineGraph, Reduction, Slicing, StepGraph, gathers
+from foldray.kinds import HANDOVER, HEAD
+from foldray.orders import Ordering, Overlap, passes, place_handovers, stage_order
 
 BOTH: tuple[Direction, ...] = ("F", "B")
 LAGS = (1, 2, 3)
 _FEW, _SMALL = 4, 0.02  # pieces; share of a pass
 _BLOCKS = 4  # simulated blocks of a stage that does not drain; every further block takes as long as the one before
+
+
+class Piece(NamedTuple):
+    """The properties of an op that its cost depends on: the arguments of `RankCosts.price`."""
+
+    kind: str
+    back: bool
+    tokens: range
+    block: BlockSpec | None
+
+
+class StageList(NamedTuple):
+    """The compiled list of one pass of one stage.
+
+    Args:
+        compiled: the list. Its cost classes are `Piece`s.
+        taken, given: the ops that take over pieces of another stage, and the ops that make the pieces that this stage hands
+            over, as (number of the op, part of the micro-batch, tokens).
+        before_head: number of ops before the head, if the head comes after all other ops.
+    """
+
+    compiled: CompiledSchedule[Piece]
+    taken: tuple[tuple[int, int, range], ...]
+    given: tuple[tuple[int, int, range], ...]
+    before_head: int
+
+
+@lru_cache(maxsize=2048)
+def stage_list(
+    stages: tuple[tuple[BlockSpec, ...], ...],
+    number: int,
+    direction: Direction,
+    overlap: Overlap,
+    slicing: Slicing,
+    recompute: tuple[str, ...],
+    batch_degree: int,
+    gathers: bool = False,
+) -> StageList:
+    """Return the compiled list of one pass of one stage, for all parts of a micro-batch.
+
+    Args:
+        overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
+    """
+    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree, gathers=gathers)
+
+    def piece(op: Op) -> Piece:
+        return Piece(op.kind, op.direction == "B", graph.tokens(op), graph.block(op))
+
+    lists: list[tuple[Op, ...]] = [()] * len(stages)
+    lists[number] = stage_order(graph, number, direction, overlap)
+    compiled = CompiledSchedule(graph, lists, piece, partial=True)
+
+    def ends_at(kind: str, layer: int) -> tuple[tuple[int, int, range], ...]:
+        wanted = kind, layer, direction
+        ops = [(i, op) for i, op in enumerate(compiled.ops) if (op.kind, op.layer, op.direction) == wanted]
+        return tuple((i, op.micro_batch, graph.tokens(op)) for i, op in ops)
+
+    first, last = graph.layers[number][0], graph.layers[number][-1]
+    ends = ends_at(graph.entry, first), ends_at(graph.output(last), last)
+    taken, given = ends if direction == "F" else ends[::-1]
+    return StageList(compiled, taken, given, sum(op.kind != HEAD for op in compiled.ops))
 
 
 class Moment(NamedTuple):
@@ -207,3 +270,33 @@ def delay(given: Sequence[Moment], taken: Sequence[Moment], seconds: Callable[[i
             if shared and user.part == piece.part:
                 latest = max(latest, arrived - user.seconds)
     return latest
+
+
+class StagePass(NamedTuple):
+    """The cost class of a `stage` op, or of the handover after it."""
+
+    kind: str
+    direction: str
+    stage: int
+
+
+def backward_ends(graph: PipelineGraph, seconds: Mapping[StagePass, float]) -> list[list[float]]:
+    """Return, for every position and each of its stages, the seconds until the stage's last backward ends.
+
+    Args:
+        graph: a pipeline whose smallest pieces are stages.
+        seconds: seconds of every pass of a stage for one micro-batch, and of every handover, from the end of the pass to
+            the earliest start of the next one. They may be negative. Each direction has its own link.
+    """
+    compiled, last_backward = _pipeline_lists(graph)
+    ends = compiled.one_pass([seconds[cost_class] for cost_class in compiled.classes]).ends
+    return [[ends[i] for i in last] for last in last_backward]
+
+
+@lru_cache(maxsize=64)
+def _pipeline_lists(graph: PipelineGraph) -> tuple[CompiledSchedule[StagePass], list[list[int]]]:
+    """Return the compiled lists, and the number of the last backward op of every stage at each position."""
+    schedule = place_handovers(graph, tuple(passes(graph, place).ops for place in range(graph.pp)))
+    compiled = CompiledSchedule(graph, schedule, lambda op: StagePass(op.kind, op.direction, op.layer))
+    last = {op.layer: i for i, op in enumerate(compiled.ops) if op.kind != HANDOVER and op.direction == "B"}
+    return compiled, [[last[stage] for stage in graph.stages_at(place)] for place in range(graph.pp)]

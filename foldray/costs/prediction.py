@@ -18,13 +18,11 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.costs.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_works, step_bound
-from foldray.costs.candidate import Candidate
+from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
-from foldray.costs.layout import Content, StageForm
-from foldray.costs.lists import StagePass, backward_ends
 from foldray.costs.memo import Table, shared
-from foldray.costs.passes import BOTH, Passes, delay
+from foldray.costs.passes import BOTH, Passes, StagePass, backward_ends, delay
 from foldray.costs.rank import OpWork, pieces_of
 from foldray.costs.shares import Shares, Stretch
 from foldray.costs.updates import WHOLE, Departure, least_behind, stage_updates

@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, count_by_op
 from foldray.clock import COMPUTE, Issue, LaneSeconds
-from foldray.costs.candidate import FAMILY, Candidate, Job
+from foldray.costs.candidate import FAMILY, Candidate, Content, Job
 from foldray.costs.device import Device
-from foldray.costs.layout import Content
-from foldray.costs.lists import block_of
 from foldray.costs.memo import Memo, Table, shared
 from foldray.costs.network import Network
 from foldray.costs.parts import AttentionParts, MixtureParts
@@ -87,7 +85,7 @@ class OpWork:
 
         One such op of several pieces adds to the sums piece by piece, as the runtime does.
         """
-        graph, block, weights = self.candidate.graph, block_of(self.candidate.graph, op), op.direction == "W"
+        graph, block, weights = self.candidate.graph, self.candidate.graph.block(op), op.direction == "W"
         pieces = graph.left_by(op) if weights else (op,)
         prices = [rank.price(op.kind, piece.direction == "B", graph.tokens(piece), block) for piece in pieces]
         if weights or (op.direction == "B" and op.kind in graph.later):

@@ -12,10 +12,9 @@ from types import MappingProxyType
 
 from foldray.blueprint import BlockSpec, ranks_of_a_token
 from foldray.costs.apart import ApartWork, Sides
-from foldray.costs.candidate import Candidate
+from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, Link
-from foldray.costs.layout import Content, StageForm
 from foldray.costs.network import INTRA
 from foldray.costs.rank import OpWork
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, FeedForwardSpec
+from foldray.costs.candidate import Content
 from foldray.costs.device import FLOAT32
 from foldray.costs.hardware import counts
-from foldray.costs.layout import Content
 from foldray.costs.rank import RankCosts, shared_by_fold
 from foldray.graph import Slicing
 from foldray.kinds import ATTENTION, EXPERT, FFN

@@ -253,6 +253,10 @@ class StepOps:
             return range(cuts[-1])
         return range(cuts[op.part], cuts[op.part + 1])
 
+    def block(self, op: Op) -> BlockSpec | None:
+        """Return the block of an op; None for embedding and head."""
+        return None if op.kind in (EMBED, HEAD) else self.blocks[op.layer]
+
     def handovers(self, direction: Direction, stage: int, m: int) -> Iterator[Op]:
         """Return all pieces of the handover that a stage sends, in the order in which the stage makes them."""
         parts = range(len(self._handover_cuts(direction, stage)) - 1)

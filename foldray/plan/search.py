@@ -29,9 +29,8 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, smallest_slice
 from foldray.costs.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, stage_works, step_bound
-from foldray.costs.candidate import Candidate, Pieces
+from foldray.costs.candidate import Candidate, Content, Pieces, StageForm
 from foldray.costs.device import Device
-from foldray.costs.layout import Content, StageForm
 from foldray.costs.memo import Memo, Table, shared
 from foldray.costs.memory import GIB, Memory, least_memory, peak_memory
 from foldray.costs.passes import with_best_lags
@@ -42,8 +41,7 @@ from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.graph import Slicing
 from foldray.orders import Ordering
-from foldray.plan.space import Space
-from foldray.plan.staging import Staging, Stagings, Weights, make_stagings
+from foldray.plan.space import Space, Staging, Stagings, Weights, make_stagings
 
 
 class Planned(NamedTuple):

@@ -1,18 +1,23 @@
-"""A recipe without its rules: the sections, and the values that follow from them."""
+"""A recipe without the rules between its keys: its sections, its way in, and the values that follow from it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
-from foldray.fold import Fold
+from foldray.errors import UserError
+from foldray.files import load_yaml, parse_yaml
+from foldray.fold import Fold, divisors
 from foldray.graph import Reduction, SliceCost, Slicing
-from foldray.orders import AF_PIPE, Ordering, Overlap, Sequences
+from foldray.orders import AF_PIPE, LIST, OVERLAPS, Ordering, Overlap, Sequences, named_ordering
+from foldray.recipe import shipped
 from foldray.recipe.bounds import Name
 from foldray.recipe.data import DataSpec
-from foldray.recipe.reading import first_mistake, refuse_booleans
+from foldray.recipe.reading import apply, first_mistake, refuse_booleans, refuse_own, refuse_secrets
 from foldray.recipe.schedule import ScheduleSpec
 from foldray.recipe.sections import (
     CheckpointSpec,
@@ -62,6 +67,45 @@ class Description(Strict):
             return given
         schedule = given.get("schedule", {})
         return {**given, "schedule": {"kind": AF_PIPE.name, **schedule}} if isinstance(schedule, dict) else given
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate.
+
+        Args:
+            path: the file, or the name of one of foldray's recipes (`shipped.py`).
+
+        Raises:
+            UserError: the recipe is illegal, or a value has a secret that files would show.
+        """
+        given = cls._sections(str(path), load_yaml("recipe", shipped.find(path)))
+        for override in overrides:
+            apply(given, override)
+        recipe = cls.parse(given)
+        refuse_secrets(recipe.model_dump(mode="json"))
+        return recipe
+
+    @classmethod
+    def stored(cls, path: str, text: str, trust: bool = False) -> Self:
+        """Read a recipe that lies beside a trained model, and may come from another person.
+
+        Args:
+            path: where it lies, for messages.
+            trust: whether to import the modules that it names (`module:NAME`), which runs their code.
+
+        Raises:
+            UserError: the recipe is illegal, or names a module without `trust`.
+        """
+        given = cls._sections(path, parse_yaml("recipe", path, text))
+        if not trust:
+            refuse_own(given)
+        return cls.parse(given)
+
+    @classmethod
+    def _sections(cls, path: str, given: Any) -> dict[str, Any]:
+        if not isinstance(given, dict):
+            raise UserError("recipe", path, "must be a mapping of sections", cls.model_fields)
+        return given
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> Self:
@@ -132,6 +176,31 @@ class Description(Strict):
             1 if schedule.ahead is None else schedule.ahead,
             schedule.alive,
         )
+
+    @property
+    def orderings(self) -> dict[int, Ordering]:
+        """The orderings that training may choose from, by degree."""
+        return {degree: self.at_degree(degree).ordering for degree in self.schedule.degrees or (self.schedule.degree,)}
+
+    def named_ordering(self, name: str) -> Ordering:
+        """Return the ordering of a short name such as `stream:4:2` (`schedule.named_ordering`), with this recipe's
+        recomputation and micro-batches alive.
+
+        Raises:
+            UserError: the name is illegal, or the ordering does not fit this recipe.
+        """
+        ordering = named_ordering(name, self.data.seq_len, self.slice_cost, self.slice_unit)
+        row = ordering.forward.row
+        if row.order is None if self.placement is None else not row.for_placement:
+            rule = "needs the section placement" if self.placement is None else "orders no experts with workers of their own"
+            raise UserError("schedule", name, rule, OVERLAPS if self.placement is None else [AF_PIPE.name, LIST.name])
+        if self.training.micro_batch % ordering.batch_degree:
+            rule = f"has {ordering.batch_degree} parts along the batch; this number must divide training.micro_batch"
+            raise UserError("schedule", name, rule, divisors(self.training.micro_batch))
+        if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != ordering.reduction.kind:
+            rule = "reduces gradients within the step; with DeepSpeed this needs schedule.reduction=chunks or buckets"
+            raise UserError("schedule", name, rule)
+        return ordering._replace(recompute=self.schedule.recompute, alive=self.schedule.alive)
 
     @property
     def accumulation(self) -> int:

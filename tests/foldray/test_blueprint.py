@@ -209,25 +209,6 @@ def test_flops_of_a_small_model_by_hand():
     assert step_flops(small(), 3, sequences=5) == 3 * 920 * 3 * 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"kv_heads": 3}, "model.kv_heads"),
-        ({"head_dim": 31}, "model.head_dim"),
-        ({"topk": 9}, "model.topk"),
-        ({"dense_first": 5}, "model.dense_first"),
-        ({"router": {"score": "sigmoid", "softmax": "before_topk"}}, "model.router.softmax"),
-        ({"router": {"bias_rate": 0.1}}, "model.router.bias_rate"),
-        ({"router": {"normalize": True}}, "model.router.normalize"),
-        ({"router": {"pad": True}}, "model.router.pad"),
-    ],
-)
-def test_models_that_make_no_sense_are_refused(changes, field):
-    with pytest.raises(UserError) as error:
-        ModelSpec(preset="tiny", **changes)
-    assert error.value.field == field
-
-
 def test_specs_are_frozen_and_strict():
     with pytest.raises(ValidationError, match="frozen"):
         ModelSpec(preset="tiny").layers = 3
@@ -260,22 +241,9 @@ def test_stages_of_given_sizes():
     assert fourth == Stage(3, 1, range(8, 9), False, True)
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "value", "rule"),
-    [
-        ((4, 5), "fold.pp", 5, "makes 5 stages (pp=5 × 1) of 4 blocks; every stage needs one at least"),
-        ((4, 2, 3), "schedule.virtual_stages", 3, "makes 6 stages (pp=2 × 3) of 4 blocks; every stage needs one at least"),
-        ((4, 2, 1, [4]), "schedule.stage_layers", [4], "must be 2 numbers of blocks"),
-        ((4, 2, 1, [1, 2]), "schedule.stage_layers", [1, 2], "each at least 1, 4 in sum"),
-        ((4, 2, 1, [0, 4]), "schedule.stage_layers", [0, 4], "each at least 1, 4 in sum"),
-        ((4, 1, 1, [2, 2]), "schedule.stage_layers", [2, 2], "must be 1 numbers of blocks (pp=1 × 1 virtual stages)"),
-    ],
-)
-def test_stages_that_cannot_be_cut_are_refused(given, field, value, rule):
-    with pytest.raises(UserError) as error:
-        make_stages(*given)
-    assert (error.value.field, error.value.value) == (field, value)
-    assert rule in error.value.rule
+def test_a_stage_without_blocks_is_refused():
+    with pytest.raises(UserError, match=r"^schedule\.stage_layers=\[0, 4\]: .*each at least 1, 4 in sum"):
+        make_stages(4, 2, 1, [0, 4])
 
 
 # All sizes that a fold cuts are multiples of eight, the largest size of an axis.

@@ -10,14 +10,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
-from foldray.blueprint import parameter_table
 from foldray.errors import UserError
-from foldray.model.transformer import _drawn
 from foldray.recipe import Recipe
-from tests.foldray.parity import batches, drifted, make_recipe, train, worst
-from tests.foldray.plain import Plain
+from tests.foldray.parity import Held, check_equal, make_recipe, train
+from tests.foldray.random_recipes import Case
+from tests.foldray.test_random_recipes import reference
 
 _STEPS = 2
 _MODELS: dict[str, dict[str, Any]] = {
@@ -104,34 +102,13 @@ def test_experts_with_workers_of_their_own_have_no_further_tokens() -> None:
 
 def _check(ranks, recipe: Recipe, documents: bool = False, masked: bool = False) -> None:
     found = ranks(recipe.cluster.workers).run(train, recipe, _STEPS, documents, masked)
-    weights, losses, norms = _reference(recipe.model_dump_json(include={"model"}), documents, masked)
     for part in found:
         part["weights"] = {key: held for key, held in part["weights"].items() if not key.endswith(".router.bias")}
-    difference, where = worst(found, {"weights": weights}, relative=False)
-    assert difference <= 1e-10, where
-    assert drifted(found) == [], "copies of the same weights part"
-    for part in found:
-        for ours, theirs in zip(part["losses"], losses, strict=True):
-            assert len(ours) == 4
-            assert ours == pytest.approx(theirs, abs=1e-10)
-        assert part["norms"] == pytest.approx(norms, abs=1e-10)
-
-
-class _Whole:
-    """A weight of the whole model, as `worst` reads it."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
+        assert len(part["losses"][0]) == 4
+    check_equal(found, _reference(recipe.model_dump_json(include={"model"}), documents, masked))
 
 
 @cache
-def _reference(sections: str, documents: bool, masked: bool) -> tuple[dict[str, _Whole], list[list[float]], list[float]]:
-    recipe = make_recipe(1, **json.loads(sections))
-    seed, rows = recipe.training.seed, parameter_table(recipe.model)
-    drawn = {row.name: _drawn(row.shape, row.init, seed, row.name).double() for row in rows}
-    plain, steps = Plain(recipe, drawn), []
-    for step in range(_STEPS):
-        parts = batches(recipe, 0, step, documents, masked)
-        steps.append(plain.step(*(None if parts[0][i] is None else torch.cat([part[i] for part in parts]) for i in range(3))))
-    weights = {f"model/{key}": _Whole(weight.detach()) for key, weight in plain.weights.items()}
-    return weights, [found["losses"] for found in steps], [found["norm"] for found in steps]
+def _reference(sections: str, documents: bool, masked: bool) -> dict[str, Any]:
+    plain = reference(Case(make_recipe(1, **json.loads(sections)), documents, masked), _STEPS)
+    return {**plain, "weights": {f"model/{key}": Held(weight.detach(), ()) for key, weight in plain["weights"].items()}}

@@ -13,7 +13,6 @@ from foldray.comm import Groups
 from foldray.costs.candidate import DTYPES, Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
-from foldray.costs.lists import block_of
 from foldray.costs.prediction import Step
 from foldray.costs.rank import OpWork
 from foldray.graph import Op
@@ -110,7 +109,7 @@ def _by_kind(engine: Any, given: list[Batch], work: OpWork) -> dict[str, tuple[f
     sums: dict[str, tuple[float, float]] = {}
     for op in order:
         if graph.channel(op) is None:
-            price = work.rank.price(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
+            price = work.rank.price(op.kind, op.direction == "B", graph.tokens(op), graph.block(op))
             before = sums.get(f"{op.kind} {op.direction}", (0.0, 0.0))
             sums[f"{op.kind} {op.direction}"] = before[0] + price.seconds, before[1] + statistics.median(spans[op])
     return sums

@@ -23,6 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.foldray.hostile import peak_bytes
 from tests.hostile.row import CANARY, SECRET, Row
 from tests.hostile.table import ROWS
 
@@ -65,11 +66,6 @@ def captured(into: Path) -> Any:
         for number, old in enumerate(before, 1):
             os.dup2(old, number)
             os.close(old)
-
-
-def peak_bytes() -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
 
 
 def run(command: list[str]) -> int | str:

@@ -152,7 +152,7 @@ _TOKENIZERS = [
           text("tokenizer/evil.py", CODE), text("tokenizer/config.json",
           '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}'))),
     ("depth", TRAIN, "data.tokenizer=tokenizer", text("tokenizer/tokenizer.json", deep())),
-    ("half a tokenizer", TRAIN, "data.tokenizer=tokenizer", cut("tokenizer/tokenizer.json", 300)),
+    ("half a tokenizer", TRAIN, "holds no Hugging Face tokenizer that can be loaded", cut("tokenizer/tokenizer.json", 300)),
     ("a pipe", TRAIN, "data.tokenizer=tokenizer", fifo("tokenizer/tokenizer.json")),
     ("a device", TRAIN, "data.tokenizer=tokenizer", linked("tokenizer/tokenizer.json", "/dev/zero")),
     ("a folder", TRAIN, "data.tokenizer=tokenizer", both(folder("tokenizer/tokenizer.json"))),
@@ -180,7 +180,7 @@ _TOKENIZERS = [
      both(lambda place: [path.unlink() for path in (place / "tokenizer").iterdir()],
           text("tokenizer/vocab.pkl", b"cos\nsystem\n(S'" + TOUCH.encode() + b"'\ntR."), text("tokenizer/tokenizer.model",
           b"garbage"))),
-    ("a name on a hub", "train recipe.yaml data.tokenizer=evil/tokenizer", "this folder does not exist"),
+    ("a name on a hub", "train recipe.yaml data.tokenizer=evil/tokenizer", 'must be "byte" or a folder'),
     ("a folder elsewhere", "train recipe.yaml data.tokenizer=../place/texts", "holds no Hugging Face tokenizer"),
 ]  # fmt: skip
 _TEMPLATES = [

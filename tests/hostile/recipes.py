@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.foldray.test_hostile import LAUGHS, MERGES
 from tests.hostile.row import LARGE, TOUCH, Make, Row, both, deep, fifo, folder, hole, linked, listening, text
 
 HARDWARE = """
@@ -14,6 +13,8 @@ memory_gb_s: 3000
 intra: {{gb_s: {link}}}
 inter: {{gb_s: 50}}
 """
+LAUGHS = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+MERGES = "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12))])
 PLAN = "plan --model tiny --gpus 2 --seq-len 64 --global-batch 2 --cluster"
 SCORE = "plan --cluster eos-h100 --score rows.csv"
 COLUMNS = "row_id,model,method,gpus,seq_len,gbs,cp,tp,ep,pp,etp_effective,mfu_pct"
@@ -114,6 +115,7 @@ _HARDWARE = [
     ("4000 digits in a row", SCORE, "gpus", text("rows.csv", f"{COLUMNS}\n1,tiny,MCore,{'9' * 5000},64,8,1,1,1,1,1,40\n")),
     ("10^18 tokens in a row", SCORE, "seq_len", text("rows.csv", f"{COLUMNS}\n1,tiny,MCore,8,{10**18},8,1,1,1,1,1,40\n")),
     ("a field without end", SCORE, "rows.csv", text("rows.csv", f'{COLUMNS}\n"{"x" * 200_000}')),
+    ("a device as rows", SCORE, "it is not a regular file", linked("rows.csv", "/dev/zero")),
     ("zero bytes", SCORE, "score", text("rows.csv", b"\0" * 1000)),
     ("an MFU that is no number", SCORE, "mfu_pct",
      text("rows.csv", f"{COLUMNS}\n1,mixtral-8x22b,MCore,128,4096,256,1,2,4,8,2,nan\n")),

@@ -52,7 +52,7 @@ def faults(row: Row, found: dict[str, Any]) -> list[str]:
     return [text for is_wrong, text in checks if is_wrong]
 
 
-@pytest.mark.gate(60)
+@pytest.mark.gate(72)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_hostile_input_is_refused_in_one_line(row: Row, outcomes: dict[str, dict[str, Any]]) -> None:
     assert name_of(row) in outcomes, "the process ended"

@@ -1,6 +1,6 @@
 """Saves checkpoints while training goes on, as Ray's.
 
-A background thread copies one tensor after another to host memory and writes it (`staging.py`). On a disk, the files are
+A background thread copies one tensor after another to host memory and writes it (`Staged`). On a disk, the files are
 written where they stay; for other storages, they are copied from a temporary folder, and again if the storage fails. All ranks
 take part in writing a checkpoint, so no rank may begin anew alone. Only a rank's own copies can be made again. Ray registers a
 checkpoint only after the files of all ranks have arrived, so training never resumes from an incomplete one.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
@@ -31,8 +31,10 @@ from ray.train.v2.api.report_config import CheckpointUploadMode
 
 from foldray.comm import host_group
 from foldray.runtime import Shard
-from trainers.checkpoints.staging import Staged
 from trainers.folders import Folder
+
+if TYPE_CHECKING:
+    from trainers.checkpoints.tensors import Staged
 
 PAUSES_S = (1.0, 4.0, 16.0)  # after an error of a storage, which may be busy
 
@@ -50,6 +52,9 @@ class Saver:
     """
 
     def __init__(self, asynchronous: bool, limit: timedelta, check: Callable[[], None] = lambda: None):
+        # PyTorch's checkpoints take most of a second to import. So only a process that saves does so, and before its first step.
+        import trainers.checkpoints.tensors  # noqa: F401
+
         self.asynchronous, self.limit, self.check = asynchronous, limit, check
         self.group = host_group(limit)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -76,6 +81,8 @@ class Saver:
             progress: the other state (`stored.Progress`); `progress["step"]` names the checkpoint.
             last: wait until the checkpoint is written.
         """
+        from trainers.checkpoints.tensors import Staged
+
         if not self._idle.wait(self.limit.total_seconds()):
             raise TimeoutError(f"the checkpoint before step {progress['step']} has not been written for {self.limit}")
         self._idle.clear()
@@ -103,7 +110,6 @@ class Saver:
         )
 
     def _write(self, storage: StorageContext, place: Folder, staged: Staged, progress: dict[str, Any]) -> None:
-        # PyTorch's checkpoints take most of a second to import. So only a process that needs them does so.
         from trainers.checkpoints.tensors import write
 
         self._clear(place)

@@ -20,13 +20,11 @@ No file in a folder of runs, of packed data or of a tokenizer can run code:
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pyarrow import NativeFile
@@ -197,16 +195,6 @@ def _place(name: str, box: str) -> Place:
     """Undo `range_of`, for a box in a file."""
     offset, _, length = box.partition("+")
     return name, int(offset), int(length)
-
-
-def seal(folder: Path, rank: int, boxes: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Write the manifest of a rank's files, with the hashes of boxes of each file of tensors. Return the names of its files."""
-    written, manifest = Folder(str(folder)), f"manifest.{rank}.json"
-    entries: dict[str, Any] = {name: {"size": written.size(name), "boxes": hashes} for name, hashes in boxes.items()}
-    for name in (METADATA, PROGRESS) if rank == 0 else ():
-        entries[name] = {"size": written.size(name), "sha256": written.sha256(name)}
-    (folder / manifest).write_text(json.dumps(entries))
-    return [*entries, manifest]
 
 
 def _entries(folder: Folder, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Entry]:

@@ -25,7 +25,7 @@ from trainers.sinks.terminal import Console
 from trainers.telemetry.history import LOAD_WINDOW
 from trainers.telemetry.mailbox import Inbox
 from trainers.telemetry.metrics import metrics_of
-from trainers.telemetry.records import Beat, Record
+from trainers.telemetry.records import Beat, Record, Sink
 
 _log = logging.getLogger(__name__)
 _SURE = 2  # looks at a cluster that has room
@@ -97,10 +97,10 @@ class Run:
 
     def _begin(self) -> None:
         self._gauges = Gauges(self.folder.path.name, metrics_of(self._recipe))
-        subscribers = [self.folder.receive, self.tracker.receive, self._gauges.receive]
+        sinks: list[RunFolder | Sink] = [self.folder, self.tracker, self._gauges]
         if self._progress is not None:
-            subscribers.append(self._stack.enter_context(self._progress).receive)
-        self._inbox = self._stack.enter_context(Inbox(subscribers, self._look))
+            sinks.append(self._stack.enter_context(self._progress))
+        self._inbox = self._stack.enter_context(Inbox([sink.take for sink in sinks], self._look))
 
     def _look(self, beats: Sequence[Beat]) -> None:
         """Take signs of life. From time to time, see which ranks are slow or silent, and write what all ranks do."""

@@ -19,11 +19,11 @@ from foldray.urls import told_without
 
 LOST = (RayActorError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """What Ray tells of a worker whose process has ended, or does not answer."""
-_CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|gloo/|ncclRemoteError|ncclSystemError|no route to host|timed? ?out",
-    re.IGNORECASE,
-)
-# What the notes of an exception that has travelled tell, on a line each: the user's line of code, the origin, finished steps.
+# torch's process groups tell what happened to a connection only in words.
+BROKE = re.compile("connection (closed|reset|refused)( by peer)?|broken pipe|no route to host", re.IGNORECASE)
+TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
+_LIBRARY = re.compile("gloo/|ncclRemoteError|ncclSystemError", re.IGNORECASE)
+# What the notes of an exception that has travelled tell, one each: the user's line of code, the origin, finished steps.
 _RAISED, _CAME, AFTER = "raised in ", "came from ", "after step "
 _OURS = ("foldray", "trainers", "tuners")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}/")
@@ -43,13 +43,13 @@ def sendable(error: Exception) -> Exception:
     If an exception's constructor takes other arguments than it hands to `Exception`, no other process can make it again. If it
     says itself how it is pickled, it loses its notes.
     """
-    note = "".join(traceback.format_exception(error)) + _place(error) + f"{_CAME}{_origin(error)}\n"
-    error.add_note(note)
+    for note in ("".join(traceback.format_exception(error)), *_place(error), f"{_CAME}{_origin(error)}"):
+        error.add_note(note)
     with suppress(Exception):
         if hasattr(pickle.loads(pickle.dumps(error)), "__notes__") or isinstance(error, UserError):
             return error
     sent = WorkerError(f"{type(error).__name__}: {error}")
-    sent.add_note(note)
+    sent.__notes__ = error.__notes__
     return sent
 
 
@@ -63,12 +63,10 @@ def _origin(error: BaseException) -> str:
     return "" if frame is None else f"{frame.f_globals.get('__name__')}, {frame.f_code.co_qualname}"
 
 
-def _place(error: Exception) -> str:
-    """Return the user's line of code that raised an exception, or an empty text if foldray or a library raised it alone."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if _is_users(frame):
-            return f"{_RAISED}{frame.f_code.co_filename}:{line}, {frame.f_code.co_name}\n"
-    return ""
+def _place(error: Exception) -> list[str]:
+    """Return a note of the user's line of code that raised an exception; none if foldray or a library raised it alone."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+    return [f"{_RAISED}{code.co_filename}:{line}, {code.co_name}" for code, line in frames[-1:]]
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -99,17 +97,18 @@ def follows(error: BaseException) -> bool:
 
     torch's process groups raise RuntimeError. An error of a storage, which is an OSError, follows from no other worker.
     """
-    return isinstance(error, LOST) or (isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error))))
+    words = BROKE, TIMEOUT, _LIBRARY
+    return isinstance(error, LOST) or (isinstance(error, RuntimeError) and any(word.search(str(error)) for word in words))
 
 
 def _precedence(error: BaseException) -> tuple[bool, bool, bool]:
-    return not isinstance(error, UserError | Preempted), follows(error), not _noted(_RAISED, error, ".+")
+    return not isinstance(error, UserError | Preempted), follows(error), not _noted(_RAISED, error)
 
 
 def reason(error: BaseException) -> str:
     """Return what went wrong in one line: the type and the message of the cause, and the user's line of code."""
     cause = root_cause(error)
-    places = _noted(_RAISED, cause, ".+")
+    places = _noted(_RAISED, cause)
     where = f" ({places[-1]})" if places else ""
     text = textwrap.shorten(told_without(_told(cause)), 600, placeholder=" …")
     return f"{text}{where}"
@@ -127,17 +126,17 @@ def identity(error: BaseException) -> str:
 
 def steps_before(error: BaseException) -> int | None:
     """Return how many steps had finished on the rank that raised the cause; None if it does not tell."""
-    steps = _noted(AFTER, root_cause(error), r"\d+")
-    return int(steps[-1]) if steps else None
+    steps = [int(step) for step in _noted(AFTER, root_cause(error)) if step.isdecimal()]
+    return steps[-1] if steps else None
 
 
 def _told(cause: BaseException) -> str:
     return str(cause) if isinstance(cause, WorkerError) else f"{type(cause).__name__}: {cause}"
 
 
-def _noted(label: str, error: BaseException, pattern: str = ".*") -> list[str]:
+def _noted(label: str, error: BaseException) -> list[str]:
     """Return what the notes of an exception have behind a label."""
-    return re.findall(rf"^{label}({pattern})$", "\n".join(getattr(error, "__notes__", ())), re.MULTILINE)
+    return [note.removeprefix(label) for note in getattr(error, "__notes__", ()) if note.startswith(label)]
 
 
 def told_first(error: TrainingFailedError) -> Exception:

@@ -18,7 +18,7 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.tables import find_row
 from trainers.faults.attempts import KINDS, Failure, FailureKind
-from trainers.faults.causes import LOST, Preempted, follows, identity, reason, root_cause, steps_before
+from trainers.faults.causes import BROKE, LOST, TIMEOUT, Preempted, follows, identity, reason, root_cause, steps_before
 from trainers.faults.watch import Standstill, Watch, named
 from trainers.telemetry.records import Place
 
@@ -26,8 +26,6 @@ _CONTROLLER = "the process of Ray Train that starts the workers"
 _LEAST_FREE = 32 * 2**20
 """Bytes that the disk of Ray's files needs, at the least, because Ray starts no process whose log it cannot write."""
 _ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
-_BROKE = re.compile("connection (closed|reset|refused)( by peer)?|broken pipe|no route to host", re.IGNORECASE)
-_TIMEOUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
 def kinds_of(recipe: Recipe) -> dict[str, FailureKind]:
@@ -119,7 +117,7 @@ def _of_workers(
     lost = tuple(sorted(rank for rank, error in failures.items() if isinstance(error, LOST)))
     if raised := tuple(sorted(rank for rank, error in failures.items() if not follows(error))):
         return _raised(cause, kinds, raised)
-    if watch.stands(timeout) or _TIMEOUT.search(str(cause)):
+    if watch.stands(timeout) or TIMEOUT.search(str(cause)):
         standstill = watch.standstill()
         return Failure("stalled", standstill.what, standstill.ranks)
     if lost:
@@ -134,7 +132,7 @@ def _of_connection(failures: Mapping[int, Exception], places: Mapping[int, Place
 
     Ray tells only later that a host was lost. gloo's error has the address that did not answer.
     """
-    address, what = _ADDRESS.search(str(cause)), _BROKE.search(str(cause))
+    address, what = _ADDRESS.search(str(cause)), BROKE.search(str(cause))
     why = what[0].lower() if address and what else reason(cause)
     ranks = tuple(rank for rank, place in sorted(places.items()) if address and place["node_ip"] == address[1])
     if not ranks or set(ranks) & set(failures):

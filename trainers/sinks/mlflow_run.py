@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from foldray.recipe import Recipe
 from trainers.sinks.mlflow_server import TrackingServer, log_recipe
 from trainers.telemetry.metrics import metrics_of
-from trainers.telemetry.records import Record, Step
+from trainers.telemetry.records import Sink, Step, Tried, Validation
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -28,7 +28,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 _log = logging.getLogger(__name__)
 
 
-class Tracker:
+class Tracker(Sink):
     """The MLflow run of a training.
 
     A thread sends the metrics. If the server stops answering, the driver warns, and when the server answers again, the driver
@@ -51,22 +51,21 @@ class Tracker:
         self._sender = _Sender(self._log_batch, self._warn)
         self._sender.start()
 
-    def receive(self, record: Record) -> None:
-        if record["kind"] == "step":
-            step = cast(Mapping[str, float | None], record)
-            values: dict[str, float | None] = {metric.outside: step.get(metric.name) for metric in self._metrics}
-            self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
-        elif record["kind"] == "validation":
-            values = {"validation/loss": record["loss"], "validation/bits_per_byte": record["bits_per_byte"]}
-            for name, part in record.get("sources", {}).items():
-                values |= {f"validation/{name}/loss": part["loss"], f"validation/{name}/bits_per_byte": part["bits_per_byte"]}
-            self._send("validation/loss", record["step"], values)
-        elif record["kind"] == "tried":
-            self._tried += 1
-            values = {"online/degree": record["degree"], "online/step_time_s": record["step_time_s"]}
-            if record["sp_bytes"] is not None:
-                values["online/sp_bytes"] = record["sp_bytes"]
-            self._send("online/step_time_s", self._tried, values)
+    def take_step(self, record: Step) -> None:
+        step = cast(Mapping[str, float | None], record)
+        values = {metric.outside: step.get(metric.name) for metric in self._metrics}
+        self._send("loss", record["step"], values | self._per_layer(record) | _traffic(record))
+
+    def take_validation(self, record: Validation) -> None:
+        values = {"validation/loss": record["loss"], "validation/bits_per_byte": record["bits_per_byte"]}
+        for name, part in record.get("sources", {}).items():
+            values |= {f"validation/{name}/loss": part["loss"], f"validation/{name}/bits_per_byte": part["bits_per_byte"]}
+        self._send("validation/loss", record["step"], values)
+
+    def take_tried(self, record: Tried) -> None:
+        self._tried += 1
+        values = {"degree": record["degree"], "step_time_s": record["step_time_s"], "sp_bytes": record["sp_bytes"]}
+        self._send("online/step_time_s", self._tried, {f"online/{name}": value for name, value in values.items()})
 
     def store(self, paths: Iterable[Path]) -> None:
         """Copy the files that exist to the run's artifacts. Errors become a warning."""

@@ -9,7 +9,7 @@ from typing import cast
 from ray.util.metrics import Gauge
 
 from trainers.telemetry.metrics import Metric
-from trainers.telemetry.records import Record
+from trainers.telemetry.records import Failed, Saved, Sink, Step
 
 _OWN = {
     "foldray_step": "Finished optimizer steps",
@@ -19,7 +19,7 @@ _OWN = {
 }
 
 
-class Gauges:
+class Gauges(Sink):
     """Sets a gauge of Ray for every figure. All of them have the tag `run`, the run's id. Ray puts `ray_` before their names."""
 
     def __init__(self, run: str, metrics: Sequence[Metric]):
@@ -28,17 +28,18 @@ class Gauges:
         texts = {name: metric.about for name, metric in self._of_steps.items()} | _OWN
         self._gauges = {name: Gauge(name, text, ("run", "rank")) for name, text in texts.items()}
 
-    def receive(self, record: Record) -> None:
-        if record["kind"] == "step":
-            self._set("foldray_step", record["step"])
-            for name, metric in self._of_steps.items():
-                self._set(name, cast(Mapping[str, object], record).get(metric.name))
-            self._age()
-        elif record["kind"] == "checkpoint":
-            self._saved = time.time()
-        elif record["kind"] == "failed":
-            self._failed += 1
-            self._set("foldray_failed_attempts", self._failed)
+    def take_step(self, record: Step) -> None:
+        self._set("foldray_step", record["step"])
+        for name, metric in self._of_steps.items():
+            self._set(name, cast(Mapping[str, object], record).get(metric.name))
+        self._age()
+
+    def take_checkpoint(self, record: Saved) -> None:
+        self._saved = time.time()
+
+    def take_failed(self, record: Failed) -> None:
+        self._failed += 1
+        self._set("foldray_failed_attempts", self._failed)
 
     def look(self, waiting: Mapping[int, float]) -> None:
         """Set what also changes while no step ends: the age of the checkpoint, and the share of its time that each rank waits."""

@@ -122,12 +122,12 @@ class RunFolder:
         self._mlflow = {"mlflow_uri": uri, "mlflow_run_id": run_id, "mlflow_command": command}
         self._write_run("running")
 
-    def receive(self, record: Record) -> None:
+    def take(self, record: Record) -> None:
         """Write a record. At a validation, draw the pictures again, but at most twice a minute, and the page less often."""
         if record["kind"] == "listed":
             _replace(self.path / f"list-{record['degree']}.json", as_json(record) + "\n")
             record = {**record, "lists": []}
-        self.history.receive(record)
+        self.history.take(record)
         with self._metrics.open("a") as lines:  # closing flushes the file, so its readers see complete lines
             lines.write(as_json(_without_loads(record) if record["kind"] == "step" else record) + "\n")
         self._is_stale |= record["kind"] != "step"

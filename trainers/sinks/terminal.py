@@ -16,8 +16,9 @@ from rich.segment import ControlType
 from rich.table import Column, Table
 
 from trainers.sinks.run_folder import Summary
+from trainers.telemetry import records
 from trainers.telemetry.metrics import METRICS, Metric
-from trainers.telemetry.records import Record, Step, number
+from trainers.telemetry.records import number
 
 _PLAIN_PERIOD_S = 10.0
 _BAR_WIDTH = 30
@@ -63,7 +64,7 @@ class Console:
             self.say(f"{'and open' if summary.mlflow_command else 'The run in MLflow:'}\n  {view_url}")
 
 
-class Progress:
+class Progress(records.Sink):
     """The progress of a run: a bar on a terminal, or plain lines in a file. Use it as a context manager.
 
     A plain line is printed after every tenth of the steps, and at least every ten seconds while steps finish. The training of
@@ -94,40 +95,45 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def receive(self, record: Record) -> None:
-        if record["kind"] == "validation":
-            bits = record["bits_per_byte"]
-            self._validation = f"{record['loss']:.3f} nats/token" if bits is None else f"{bits:.3f} bits/byte"
-        elif record["kind"] == "resumed":
-            self._began = None
-            self._printed = (record["step"], self._printed[1])
-            self._say(f"continues from step {record['step']}")
-        elif record["kind"] == "failed":
-            after = f"goes on from step {record['saved']}" if record["goes_on"] else "gives up"
-            self._say(f"after step {record['step']}, {record['what']}; foldray {after}")
-        elif record["kind"] == "grows":
-            self._say(f"the cluster has room for more workers; they start from step {record['step']}")
-        elif record["kind"] == "slow":
-            name, over = f"rank {record['rank']} on {record['node_ip']}", record["over_others"]
-            slow = f"the others wait for {name}, which works {over:.1f} × as long"
-            self._say(slow if record["goes_on"] else f"{name} keeps up again")
-        elif record["kind"] == "spiked":
-            loss, median = _number(record["loss"], ".3f"), _number(record["median"], ".3f")
-            self._say(f"in step {record['step']}, the loss is {loss}, after a median of {median}")
-        elif record["kind"] == "settled":
-            order = f"{record['forward']} forward, {record['backward']} backward"
-            self._say(f"order of {record['degree']} pieces: {order}")
-        elif record["kind"] == "listed":
-            gain, over = record["named_seconds"] / record["seconds"], record["seconds"] / record["bound"]
-            words = f"{over:.2f} × the least possible time of a step, {gain:.2f} × as fast as {record['named']}"
-            self._say(f"list of {record['degree']} pieces found: {words}, by the simulator")
-        elif record["kind"] == "drifted":
-            now, found = record["step_time_s"], record["found_s"]
-            self._say(f"steps now take {now:.3g} s instead of {found:.3g} s, so foldray measures anew")
-        elif record["kind"] == "step":
-            self._show(record)
+    def take_validation(self, record: records.Validation) -> None:
+        bits = record["bits_per_byte"]
+        self._validation = f"{record['loss']:.3f} nats/token" if bits is None else f"{bits:.3f} bits/byte"
 
-    def _show(self, record: Step) -> None:
+    def take_resumed(self, record: records.Resumed) -> None:
+        self._began = None
+        self._printed = (record["step"], self._printed[1])
+        self._say(f"continues from step {record['step']}")
+
+    def take_failed(self, record: records.Failed) -> None:
+        after = f"goes on from step {record['saved']}" if record["goes_on"] else "gives up"
+        self._say(f"after step {record['step']}, {record['what']}; foldray {after}")
+
+    def take_grows(self, record: records.Grows) -> None:
+        self._say(f"the cluster has room for more workers; they start from step {record['step']}")
+
+    def take_slow(self, record: records.Slow) -> None:
+        name, over = f"rank {record['rank']} on {record['node_ip']}", record["over_others"]
+        slow = f"the others wait for {name}, which works {over:.1f} × as long"
+        self._say(slow if record["goes_on"] else f"{name} keeps up again")
+
+    def take_spiked(self, record: records.Spiked) -> None:
+        loss, median = _number(record["loss"], ".3f"), _number(record["median"], ".3f")
+        self._say(f"in step {record['step']}, the loss is {loss}, after a median of {median}")
+
+    def take_settled(self, record: records.Settled) -> None:
+        order = f"{record['forward']} forward, {record['backward']} backward"
+        self._say(f"order of {record['degree']} pieces: {order}")
+
+    def take_listed(self, record: records.Listed) -> None:
+        gain, over = record["named_seconds"] / record["seconds"], record["seconds"] / record["bound"]
+        words = f"{over:.2f} × the least possible time of a step, {gain:.2f} × as fast as {record['named']}"
+        self._say(f"list of {record['degree']} pieces found: {words}, by the simulator")
+
+    def take_drifted(self, record: records.Drifted) -> None:
+        now, found = record["step_time_s"], record["found_s"]
+        self._say(f"steps now take {now:.3g} s instead of {found:.3g} s, so foldray measures anew")
+
+    def take_step(self, record: records.Step) -> None:
         step, now = record["step"], time.monotonic()
         if record.get("skipped_steps") and not math.isfinite(number(record["grad_norm"])):
             count = record["skipped_steps"]

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from trainers.telemetry import records
 from trainers.telemetry.expert_health import Course, Health, entropy, max_over_mean, unused
 from trainers.telemetry.metrics import METRICS, Metric
-from trainers.telemetry.records import Record, Step
+from trainers.telemetry.records import Record, Sink, Step
 
 LOAD_WINDOW = 20  # steps to sum expert loads over, because the load of one step depends mostly on its batch
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")], config=ConfigDict(strict=True))
@@ -38,7 +38,7 @@ class Steps(Mapping[int, Step]):
     def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
         self._columns = {name: array("d") for name in ("step", "time", *(metric.name for metric in metrics))}
 
-    def take(self, record: Step) -> None:
+    def add(self, record: Step) -> None:
         """Add a step that comes after all others."""
         for name, column in self._columns.items():
             value = record.get(name)
@@ -90,7 +90,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Speed:
+class Speed(Sink):
     """The speed of all steps in the order in which they ran, those that ran again as well.
 
     Times are in seconds since the epoch. `workers` has the time of its start and its number of workers for every attempt.
@@ -103,46 +103,47 @@ class Speed:
     _ranks: set[int] = field(default_factory=set)
     _step: int = 0
 
-    def receive(self, record: Mapping[str, Any]) -> None:
-        """Add a record of the run."""
-        time, kind = record.get("time"), record["kind"]
-        if time is None:
-            return
-        if kind == "step":
-            self._step = record["step"]
-            self.times.append(time)
-            self.tokens_per_s.append(record["tokens_per_s"])
-        elif kind == "place":
-            self._place(time, record["rank"])
-        elif kind in ("failed", "grows", "slow", "spiked"):
-            self._happen(time, kind, record)
+    def take(self, record: Record) -> None:
+        if record.get("time") is not None:
+            super().take(record)
 
-    def _place(self, time: float, rank: int) -> None:
-        if rank in self._ranks:  # nobody told why the attempt before has ended
-            self.events.append(Event(time, self._step, "the run was started again", True))
+    def take_step(self, record: Step) -> None:
+        self._step = record["step"]
+        self.times.append(record["time"])
+        self.tokens_per_s.append(record["tokens_per_s"])
+
+    def take_place(self, record: records.Place) -> None:
+        if record["rank"] in self._ranks:  # nobody told why the attempt before has ended
+            self.events.append(Event(record["time"], self._step, "the run was started again", True))
             self._ranks.clear()
         if not self._ranks:
-            self.workers.append((time, 0))
-        self._ranks.add(rank)
+            self.workers.append((record["time"], 0))
+        self._ranks.add(record["rank"])
         self.workers[-1] = (self.workers[-1][0], len(self._ranks))
 
-    def _happen(self, time: float, kind: str, record: Mapping[str, Any]) -> None:
-        if kind == "failed":
-            then = f"; goes on from step {record['saved']}" if record["goes_on"] else "; the end"
-            self.events.append(Event(time, record["step"], f"{record['what']}{then}", True))
-        elif kind == "grows":
-            self.events.append(Event(time, record["step"], "the cluster has room for more workers", True))
-        elif kind == "spiked":
-            what = f"the loss is {record['loss']:.3g}, after a median of {record['median']:.3g}"
-            self.events.append(Event(time, record["step"], what, False))
-        elif record["goes_on"]:
-            self.events.append(Event(time, self._step, f"rank {record['rank']} on {record['node_ip']} is slow", False))
-        if kind in ("failed", "grows"):
-            self._ranks.clear()
-            self.workers.append((time, 0))
+    def take_failed(self, record: records.Failed) -> None:
+        then = f"; goes on from step {record['saved']}" if record["goes_on"] else "; the end"
+        self._end(record, f"{record['what']}{then}")
+
+    def take_grows(self, record: records.Grows) -> None:
+        self._end(record, "the cluster has room for more workers")
+
+    def take_spiked(self, record: records.Spiked) -> None:
+        what = f"the loss is {record['loss']:.3g}, after a median of {record['median']:.3g}"
+        self.events.append(Event(record["time"], record["step"], what, False))
+
+    def take_slow(self, record: records.Slow) -> None:
+        if record["goes_on"]:
+            what = f"rank {record['rank']} on {record['node_ip']} is slow"
+            self.events.append(Event(record["time"], self._step, what, False))
+
+    def _end(self, record: records.Failed | records.Grows, what: str) -> None:
+        self.events.append(Event(record["time"], record["step"], what, True))
+        self._ranks.clear()
+        self.workers.append((record["time"], 0))
 
 
-class History:
+class History(Sink):
     """The records of a run by step. Records of steps that ran again replace the earlier ones.
 
     A step adds 160 bytes, for any size of the model. Loads, and what follows from them, are kept in columns of steps
@@ -205,45 +206,64 @@ class History:
             # Infinite numbers and NaN are written as null.
             finite = {key: 0.0 if value is None and key in _ALWAYS else value for key, value in record.items()}
             _RECORD.validate_python(finite)
-            self.receive(record)
+            self.take(record)
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError):
             raise ValueError(f"line {number} is not a record of a run") from None
 
-    def receive(self, record: Record) -> None:
-        self.speed.receive(record)
-        if record["kind"] == "place":
-            self.places[record["rank"]] = record
-        elif record["kind"] == "step":
-            self._take_step(record)
-        elif record["kind"] == "validation":
-            self.validations[record["step"]] = record
-        elif record["kind"] == "checkpoint":
-            self.checkpoints[record["step"]] = record
-        elif record["kind"] == "tried":
-            if self.tried and self.tried[-1]["chosen"]:
-                self.tried.clear()
-            self.tried.append(record)
-        elif record["kind"] == "settled":
-            self.settled[record["degree"]] = record
-        elif record["kind"] == "listed":
-            self.listed[record["degree"]] = record
-        elif record["kind"] == "drifted":
-            self.drifts.append(record)
-        elif record["kind"] == "failed":
-            self.failures.append(record)
-            self.forget_places()  # the next attempt may have fewer ranks
-        elif record["kind"] == "grows":
-            self.grown.append(record["step"])
-            self.forget_places()
-        elif record["kind"] == "spiked":
-            self.spikes[record["step"]] = record
-        elif record["kind"] == "slow":
-            self.slow.pop(record["rank"], None)
-            if record["goes_on"]:
-                self.slow[record["rank"]] = record
-        else:
-            self.resumes.append(record["step"])
-            self._rewind(record["step"])
+    def take(self, record: Record) -> None:
+        self.speed.take(record)
+        super().take(record)
+
+    def take_place(self, record: records.Place) -> None:
+        self.places[record["rank"]] = record
+
+    def take_step(self, record: Step) -> None:
+        step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
+        if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
+            self._rewind(step - 1)
+        self.steps.add(record)
+        if load.size:
+            self._add_load(step, load)
+
+    def take_validation(self, record: records.Validation) -> None:
+        self.validations[record["step"]] = record
+
+    def take_checkpoint(self, record: records.Saved) -> None:
+        self.checkpoints[record["step"]] = record
+
+    def take_tried(self, record: records.Tried) -> None:
+        if self.tried and self.tried[-1]["chosen"]:
+            self.tried.clear()
+        self.tried.append(record)
+
+    def take_settled(self, record: records.Settled) -> None:
+        self.settled[record["degree"]] = record
+
+    def take_listed(self, record: records.Listed) -> None:
+        self.listed[record["degree"]] = record
+
+    def take_drifted(self, record: records.Drifted) -> None:
+        self.drifts.append(record)
+
+    def take_failed(self, record: records.Failed) -> None:
+        self.failures.append(record)
+        self.forget_places()  # the next attempt may have fewer ranks
+
+    def take_grows(self, record: records.Grows) -> None:
+        self.grown.append(record["step"])
+        self.forget_places()
+
+    def take_spiked(self, record: records.Spiked) -> None:
+        self.spikes[record["step"]] = record
+
+    def take_slow(self, record: records.Slow) -> None:
+        self.slow.pop(record["rank"], None)
+        if record["goes_on"]:
+            self.slow[record["rank"]] = record
+
+    def take_resumed(self, record: records.Resumed) -> None:
+        self.resumes.append(record["step"])
+        self._rewind(record["step"])
 
     def forget_places(self) -> None:
         self.places.clear()
@@ -267,15 +287,7 @@ class History:
         """Return the balance over the newest steps, with the experts on `ep` ranks; None if no step has loads."""
         return Health.of([load for _, load in self._loads], ep) if self._loads else None
 
-    def _take_step(self, record: Step) -> None:
-        step, load = record["step"], np.asarray(record["load"] or [], dtype=np.int64)
-        if step <= self.last_step:  # an attempt that starts at step 0 sends no "resumed" record
-            self._rewind(step - 1)
-        self.steps.take(record)
-        if load.size:
-            self._take_load(step, load)
-
-    def _take_load(self, step: int, load: np.ndarray) -> None:
+    def _add_load(self, step: int, load: np.ndarray) -> None:
         if load.ndim != 2 or load.min() < 0 or (self._loads and load.shape != self._loads[-1][1].shape):
             raise ValueError(f"step {step} has loads of another shape, or negative ones")
         self._loads.append((step, load))

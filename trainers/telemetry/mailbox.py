@@ -116,7 +116,8 @@ class Inbox:
         self._subscribers, self._looks = tuple(subscribers), looks
         self._period, self._patience = period, patience
         self._leaving, self._emptied, self.delivering = threading.Event(), threading.Condition(), threading.RLock()
-        self._empty = 0  # the number of the last read that found nothing
+        self._coming: Any = None  # the answer to the newest read of the queue, until it is here
+        self._reads = self._empty = 0  # the number of reads, and of the last one that found nothing
         self._failure: Exception | None = None
         self._deaf = False  # to signs of life, which has been told
         self._lost: Exception | None = None
@@ -131,7 +132,6 @@ class Inbox:
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
         # Ray's head would keep a history of these calls, which come several times a second (docs/notebook/faults.md).
         self.queue = ray.remote(Mail).options(**options, enable_task_events=False).remote()
-        self._reader = _Reader(self.queue)
         self._thread.start()
         return self
 
@@ -148,7 +148,7 @@ class Inbox:
     def settle(self) -> None:
         """Wait until all records that have arrived in the queue are delivered, or until the queue does not answer."""
         with self._emptied:
-            later = self._reader.reads + 1  # what is under way may have left the queue before the newest record came
+            later = self._reads + 1  # what is under way may have left the queue before the newest record came
             self._emptied.wait_for(lambda: self._empty >= later or self._lost is not None, self._patience)
 
     def deliver(self, *records: Record | Beat) -> None:
@@ -188,7 +188,7 @@ class Inbox:
             # This is read before the queue, so the last read still gets records that were sent before the context ended.
             leaving = self._leaving.is_set()
             try:
-                records = self._reader.take(self.stops)
+                records = self._taken()
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if leaving or time.monotonic() - lost_since > self._patience:
@@ -205,10 +205,25 @@ class Inbox:
             lost_since = self._lost = None
             self.deliver(*records)
             if not records:
-                self._wake(self._reader.reads)
+                self._wake(self._reads)
                 if leaving:
                     return
                 self._leaving.wait(self._period)
+
+    def _taken(self) -> list[Any]:
+        """Return what is in the queue, or was when the last call gave up."""
+        if self._coming is None:
+            self._reads += 1
+            self._coming = self.queue.take.remote(self.stops)
+        try:
+            taken = ray.get(self._coming, timeout=_ANSWER_S)
+        except GetTimeoutError:
+            raise  # the answer may still come, and the queue no longer has these records
+        except Exception:
+            self._coming = None
+            raise
+        self._coming = None
+        return taken
 
     def _wake(self, empty: int) -> None:
         """Let `settle` look again, after a read that found nothing, or the loss of the queue."""
@@ -224,25 +239,3 @@ class Inbox:
 
 def _warn(what: str, error: Exception) -> None:
     _log.warning("telemetry: %s (%s: %s)", what, type(error).__name__, error)
-
-
-class _Reader:
-    """Takes everything out of a queue. `reads` counts the calls that it has made."""
-
-    def __init__(self, queue: Any):
-        self._queue, self._coming, self.reads = queue, None, 0
-
-    def take(self, stops: bool) -> list[Any]:
-        """Return what is in the queue, or was when the last call gave up. `stops` is that of `Mail.take`."""
-        if self._coming is None:
-            self.reads += 1
-            self._coming = self._queue.take.remote(stops)
-        try:
-            taken = ray.get(self._coming, timeout=_ANSWER_S)
-        except GetTimeoutError:
-            raise  # the answer may still come, and the queue no longer has these records
-        except Exception:
-            self._coming = None
-            raise
-        self._coming = None
-        return taken

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, get_args, get_type_hints
 
 from typing_extensions import TypedDict  # pydantic requires this one below Python 3.12
 
@@ -223,6 +223,21 @@ class Failed(_Sent):
 
 
 Record = Failed | Grows | Slow | Spiked | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+
+
+KINDS = tuple(get_args(get_type_hints(kind)["kind"])[0] for kind in get_args(Record))
+
+
+class Sink:
+    """Where records go: a record goes to the method of its kind, `take_step` for one, if the sink has such a method."""
+
+    def __init_subclass__(cls) -> None:
+        if wrong := [name for name in vars(cls) if name.startswith("take_") and name.removeprefix("take_") not in KINDS]:
+            raise TypeError(f"{cls.__name__}.{wrong[0]} takes no kind of record")
+
+    def take(self, record: Record) -> None:
+        if (takes := getattr(self, f"take_{record['kind']}", None)) is not None:
+            takes(record)
 
 
 def validated(step: int, validation: Mapping[str, Any]) -> dict[str, float | None]:

@@ -11,7 +11,7 @@ from foldray.clock import COMPUTE, Host
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
-from foldray.costs.lists import StageList, stage_list
+from foldray.costs.passes import StageList, stage_list
 from foldray.costs.prediction import Step, predict
 from foldray.costs.rank import OpWork
 from foldray.costs.shares import Price, Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foldray.clock import COMPUTE, times
-from foldray.costs.lists import StagePass, backward_ends, block_of, stage_list
+from foldray.costs.passes import StagePass, backward_ends, stage_list
 from foldray.graph import Op, PipelineGraph, Slicing, StepGraph
 from foldray.orders import Overlap, pipeline, stage_order
 from tests.foldray.blocks import DENSE, MOE
@@ -43,4 +43,4 @@ def test_pieces_that_cost_the_same_are_priced_once(kind: str, direction: str) ->
     assert list(order.ops) == list(dict.fromkeys(stage_order(graph, 0, direction, Overlap(kind, 1))))
     assert len(order.classes) < len(order.ops)
     for op, number in zip(order.ops, order.class_of, strict=True):
-        assert order.classes[number] == (op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
+        assert order.classes[number] == (op.kind, op.direction == "B", graph.tokens(op), graph.block(op))

@@ -15,10 +15,9 @@ from foldray.blueprint import ModelSpec, Ownership
 from foldray.clock import COMPUTE
 from foldray.comm import Groups
 from foldray.costs.apart import ApartWork, Sides
-from foldray.costs.candidate import Candidate, Job
+from foldray.costs.candidate import Candidate, Content, Job, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import counts, load_hardware
-from foldray.costs.layout import Content, StageForm
 from foldray.costs.memory import Memory, block_activations, in_flight, ledger, parameters
 from foldray.costs.rank import RankCosts
 from foldray.finding import find

@@ -10,15 +10,14 @@ import torch
 
 from foldray.blueprint import ModelSpec, Ownership, count_by_op
 from foldray.costs.apart import ApartWork, Sides
-from foldray.costs.candidate import Candidate, Job
+from foldray.costs.candidate import Candidate, Content, Job, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
-from foldray.costs.layout import Content, StageForm
 from foldray.costs.memory import ledger, parameters
-from foldray.costs.muon import _ROUND as PLANNED_ROUND
-from foldray.costs.muon import elements, matrices, moment, seconds
 from foldray.costs.prediction import predict
 from foldray.costs.rank import RankCosts
+from foldray.costs.updates import _ROUND as PLANNED_ROUND
+from foldray.costs.updates import elements, matrices, moment, muon_seconds
 from foldray.fold import Fold
 from foldray.recipe import Recipe
 from foldray.runtime import muon
@@ -46,14 +45,14 @@ def test_mixtral_by_hand() -> None:
     # Five iterations of 4 m² n + 2 m³ FLOPs for each of 21 matrices. The two ranks of ETP and the two of EDP share the work.
     flops = 5 * 21 * (4 * 6144**2 * 16384 + 2 * 6144**3) / 4
     fastest = flops / rank.device.peak
-    assert fastest < seconds(rank, expert) < 2.5 * fastest
+    assert fastest < muon_seconds(rank, expert) < 2.5 * fastest
 
 
 def test_more_ranks_share_the_work_but_nobody_takes_less_than_a_matrix() -> None:
     found = {}
     for size in (8, 64, 512, 1024):
         rank = rank_of(MIXTRAL, Fold(size, ep=8))
-        found[size] = seconds(rank, matrices(rank, BLOCK)[2])
+        found[size] = muon_seconds(rank, matrices(rank, BLOCK)[2])
     assert found[64] < 0.25 * found[8]
     assert found[1024] > 0.9 * found[512]
 

@@ -51,6 +51,13 @@ def candidate(
     return Candidate(Job(more.pop("model", MODEL), 4096, batch), Fold(8, **fold), ordering, virtual_stages=virtual, **more)
 
 
+def parts_and_whole(each: Candidate) -> tuple[float, float]:
+    """Return the seconds of a step's passes, predicted from parts, and simulated op by op."""
+    work = OpWork(each, Device.of(each.job, machines()))
+    schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
+    return Step(each, work).passes(), simulate(each.graph, schedule, work.cost).seconds
+
+
 @pytest.mark.gate(10)
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("moe_only", 2), ("aaam", 2), ("one_a_one_m", 4)])
@@ -58,33 +65,27 @@ def test_parts_make_the_whole(kind: str, degree: int, fold: dict[str, int]) -> N
     """For blocks that drain, the prediction from blocks, stages and pipeline equals the simulation of all ops."""
     for virtual in {1, 2} if fold.get("pp", 1) > 1 and 8 // fold["pp"] > 1 else {1}:
         each = candidate(kind, degree, fold, virtual=virtual)
-        work = OpWork(each, Device.of(each.job, machines()))
-        schedule = step_schedule(each.graph, each.ordering.forward, each.ordering.backward)
         # With TP, the embedding communicates while the first block's tokens travel. This overlap changes the step by 0.01 %.
         overlapping = degree > 1 and each.fold.tp > 1
         # With virtual stages, a position asks for some first pieces only after it has sent its own. The parts leave this out.
         late = degree > 1 and virtual > 1
-        whole = simulate(each.graph, schedule, work.cost).seconds
-        assert Step(each, work).passes() == pytest.approx(whole, rel=4e-3 if late else 2e-4 if overlapping else 1e-9)
+        parts, whole = parts_and_whole(each)
+        assert parts == pytest.approx(whole, rel=4e-3 if late else 2e-4 if overlapping else 1e-9)
 
 
 @pytest.mark.parametrize("fold", [{"ep": 2}, {"cp": 2, "ep": 4}, {"pp": 4, "ep": 2}, {"pp": 8}], ids=str)
 @pytest.mark.parametrize(("kind", "degree"), [("sequential", 1), ("one_a_one_m", 4)])
 def test_parts_make_the_whole_with_further_tokens(kind: str, degree: int, fold: dict[str, int]) -> None:
     plain, each = (candidate(kind, degree, fold, model=MODEL.model_copy(update={"mtp_depth": depth})) for depth in (0, 2))
-    device = Device.of(each.job, machines())
-    work = OpWork(each, device)
-    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
-    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
-    assert whole > Step(plain, OpWork(plain, device)).passes()
+    parts, whole = parts_and_whole(each)
+    assert parts == pytest.approx(whole, rel=1e-9)
+    assert whole > parts_and_whole(plain)[0]
 
 
 @pytest.mark.parametrize("fold", [{"ep": 2}, {"cp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)
 def test_parts_make_the_whole_with_fewer_slices_of_attention(fold: dict[str, int]) -> None:
-    each = candidate("one_a_one_m", 4, fold, slices=2)
-    work = OpWork(each, Device.of(each.job, machines()))
-    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
-    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
+    parts, whole = parts_and_whole(candidate("one_a_one_m", 4, fold, slices=2))
+    assert parts == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("fold", [{"ep": 8}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 4}, {"pp": 4, "ep": 2}], ids=str)
@@ -92,10 +93,7 @@ def test_parts_make_the_whole_with_fewer_slices_of_attention(fold: dict[str, int
 def test_parts_are_close_to_the_whole_where_blocks_overlap(kind: str, degree: int, fold: dict[str, int]) -> None:
     """A stage that streams is simulated with four blocks and extrapolated. Stages may overlap each other on shared lanes."""
     model = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 24})
-    each = candidate(kind, degree, fold, model=model)
-    work = OpWork(each, Device.of(each.job, machines()))
-    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward, each.ordering.backward), work.cost).seconds
-    parts = Step(each, work).passes()
+    parts, whole = parts_and_whole(candidate(kind, degree, fold, model=model))
     print(f"{fold} {kind} d={degree}: parts {parts / whole - 1:+.2%}")
     assert parts == pytest.approx(whole, rel=0.01)
 
@@ -143,10 +141,9 @@ def test_weights_that_tp_ranks_hold_whole_are_reduced_over_all_of_them() -> None
     (2, 1, (7, 1), 16), (2, 1, (1, 7), 16), (2, 2, (1, 3, 3, 1), 32), (4, 1, (1, 3, 3, 1), 64), (2, 3, (1, 1, 3, 1, 1, 1), 64),
 ])  # fmt: skip
 def test_uneven_stages_are_as_long_as_when_they_are_simulated_whole(pp: int, virtual: int, sizes: Any, batch: int) -> None:
-    each = candidate("sequential", 1, {"pp": pp, "ep": 8 // pp}, batch=batch, virtual=virtual, stage_layers=sizes)
-    work = OpWork(each, Device.of(each.job, machines()))
-    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward), work.cost).seconds
-    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
+    fold = {"pp": pp, "ep": 8 // pp}
+    parts, whole = parts_and_whole(candidate("sequential", 1, fold, batch=batch, virtual=virtual, stage_layers=sizes))
+    assert parts == pytest.approx(whole, rel=1e-9)
 
 
 def test_the_stages_of_a_recipe_are_priced() -> None:
@@ -198,10 +195,8 @@ def test_gathered_keys_take_memory() -> None:
 
 
 def test_a_long_pipeline_is_as_long_as_when_it_is_simulated_whole() -> None:
-    each = candidate("sequential", 1, {"pp": 4}, batch=64, virtual=2)
-    work = OpWork(each, Device.of(each.job, machines()))
-    whole = simulate(each.graph, step_schedule(each.graph, each.ordering.forward), work.cost).seconds
-    assert Step(each, work).passes() == pytest.approx(whole, rel=1e-9)
+    parts, whole = parts_and_whole(candidate("sequential", 1, {"pp": 4}, batch=64, virtual=2))
+    assert parts == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

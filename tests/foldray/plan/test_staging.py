@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foldray.blueprint import BlockSpec
-from foldray.plan.staging import Weights, make_stagings
+from foldray.plan.space import Weights, make_stagings
 from tests.foldray.blocks import DENSE, MOE
 
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from foldray.runtime import Shard
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
-from trainers.checkpoints.stored import range_of, seal
+from trainers.checkpoints.stored import range_of
+from trainers.checkpoints.tensors import Staged
 
 FILE = "__0_0.distcp"
 Damage = Callable[[Path], Any]
@@ -78,7 +78,7 @@ def forged(folder: Path, found: Metadata | None = None) -> None:
     ranges = list(json.loads((folder / "manifest.0.json").read_text())[FILE]["boxes"])
     if found is not None and isinstance(found.storage_data, dict):
         ranges = [range_of(place.offset, place.length) for place in found.storage_data.values() if place.offset >= 0]
-    seal(folder, 0, {FILE: {each: _hash(folder / FILE, each) for each in ranges}})
+    tensors.seal(folder, 0, {FILE: {each: _hash(folder / FILE, each) for each in ranges}})
 
 
 def _hash(file: Path, of: str) -> str:
@@ -103,14 +103,6 @@ def replaced(name: str, content: Any, seals: bool = True) -> Damage:
         (folder / name).write_bytes(made if isinstance(made, bytes) else made.encode())
         if seals:
             forged(folder)
-
-    return damage
-
-
-def linked(name: str, to: str) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(to)
 
     return damage
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from foldray.errors import UserError
+from tests.hostile.row import linked
 from tests.trainers.checkpoints.damage import (
     FILE,
     Damage,
@@ -21,7 +22,6 @@ from tests.trainers.checkpoints.damage import (
     canary,
     flipped,
     holding,
-    linked,
     load,
     make_run,
     manifest,

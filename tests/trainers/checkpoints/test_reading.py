@@ -18,8 +18,8 @@ from foldray.runtime import Shard
 from tests.trainers.checkpoints.damage import FILE, flipped, shards_of
 from trainers.checkpoints import reading, tensors
 from trainers.checkpoints.reading import READERS, runs_of, time_for
-from trainers.checkpoints.staging import Staged
-from trainers.checkpoints.stored import DamagedCheckpoint, look, seal
+from trainers.checkpoints.stored import DamagedCheckpoint, look
+from trainers.checkpoints.tensors import Staged
 from trainers.folders import Folder
 
 COUNT = 300
@@ -113,7 +113,7 @@ def test_manifests_are_read_several_at_once(
 ) -> None:
     for rank in range(1, READERS):
         (tmp_path / f"__{rank}_0.distcp").touch()
-        seal(tmp_path, rank, {f"__{rank}_0.distcp": {}})
+        tensors.seal(tmp_path, rank, {f"__{rank}_0.distcp": {}})
     together, read = threading.Barrier(READERS), Folder.read
 
     def waiting(folder: Folder, name: str, limit: int) -> bytes:

@@ -14,7 +14,7 @@ from foldray.fold import Fold
 from foldray.recipe import Recipe
 from tests.foldray.parity import engine_on, go_on, make_recipe, train
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 
 _SAVED, _THEN = 3, 5
 _MODEL = {"layers": 4, "tied_embeddings": True, "router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.trainers.checkpoints.damage import shards_of, state
-from trainers.checkpoints import staging, tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints import tensors
+from trainers.checkpoints.tensors import Staged
 
 PROGRESS = {"step": 3, "data": "d", "fold": {}, "validation": {}, "seed": 0, "global_batch": 8}
 
@@ -36,7 +36,7 @@ def test_one_copy_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """DCP's own writer keeps all copies until the file is closed: a rank would hold its whole share once more."""
     copies: list[StorageWeakRef] = []
     alive: list[int] = []
-    copy = staging._copy
+    copy = tensors._on_host
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         made = copy(tensor)
@@ -44,6 +44,6 @@ def test_one_copy_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         alive.append(sum(not each.expired() for each in copies))
         return made
 
-    monkeypatch.setattr(staging, "_copy", counted)
+    monkeypatch.setattr(tensors, "_on_host", counted)
     tensors.write(tmp_path, Staged(shards_of(state(3))), PROGRESS, None)
     assert alive == [1] * len(state(3))

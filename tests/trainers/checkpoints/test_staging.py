@@ -7,7 +7,7 @@ import threading
 import torch
 
 from foldray.runtime import Shard
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 
 
 def staged(count: int = 4) -> tuple[Staged, list[torch.Tensor]]:

@@ -54,16 +54,10 @@ def place(storage: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(place / "empty", a="", b="", c="")
     write(place / "short", a="short", b="short", c="short")
     write(place / "binary", **{name: bytes(range(256)) * 100 for name in "abc"})
-    write(place / "utf16", **{name: ("text " * 1000).encode("utf-16") for name in "abc"})
     write(place / "partly", a="text " * 1000, b="text " * 1000, z=b"\x7fELF\0\0")
     good = '{"text": "some text that is long enough"}\n'
-    write(place / "body", a='{"body": "text"}\n' * 9, b='{"body": "text"}\n' * 9)
     write(place / "torn", a=good * 99 + '{"text": \n', b=good * 9)
     write(place / "untold", a=good * 99 + '{"txt": "text"}\n', b=good * 9)
-    write(place / "lists", a="[1]\n", b="[1]\n")
-    write(place / "numbers", a='{"text": 3}\n', b='{"text": 3}\n')
-    write(place / "no-tokenizer", **{"config.json": "{}"})
-    write(place / "half-tokenizer", **{"tokenizer.json": "{}"})
     return place
 
 
@@ -102,8 +96,6 @@ def refused(runs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=/nowhere/a.txt", ("data.path=/nowhere/a.txt", "matches no file")),
-    ("data.path=texts/*.md", ("data.path=texts/*.md", "matches no file", "texts/*.md)")),
-    ("data.path=texts", ("data.path=texts", "is a folder; name a file or a glob, such as texts/*")),
     ("data.path=~nobody-of-this-name/a", ("data.path=~nobody-of-this-name/a", "matches no file")),
     (f"data.path={'x' * 4000}", ("data.path=xxx", "matches no file")),
     ("data.path=empty/*", ("data.seq_len=32", "needs 33 tokens, but the training documents have 0")),
@@ -111,28 +103,19 @@ DATA: list[tuple[str, tuple[str, ...]]] = [
     ("data.validation.path=short/*", ("data.seq_len=32", "needs 33 tokens, but the validation documents have 18")),
     ("data.seq_len=16777216", ("data.seq_len=16777216", "but the training documents have")),
     ("data.path=binary/*", ("data.path=", "/binary/", "is not UTF-8 text", "zero bytes")),
-    ("data.path=utf16/*", ("data.path=", "/utf16/", "another encoding")),
     ("data.path=partly/*", ("data.path=", "/partly/z", "is not UTF-8 text", "zero bytes")),
     ("data.path=texts/a", ("data.validation.path=null", "must name a validation set", "data.path is one file, a")),
     ("data.validation.path=/nowhere/*", ("data.validation.path=/nowhere/*", "matches no file")),
     ("data.path=texts/*  data.validation.path=texts/*", ("data.validation.path=texts/*", "nothing is left to train on")),
-    ("data.source=jsonl  data.path=body/*", ("data.text_field=text", "is not a field of line 1", "/body/a", "legal: body")),
     ("data.source=jsonl  data.path=torn/*", ("data.path=", "/torn/a", "line 100 is not JSON")),
     ("data.source=jsonl  data.path=untold/*", ("data.text_field=text", "is not a field of line 100", "/untold/a", "legal: txt")),
-    ("data.source=jsonl  data.path=lists/*", ("data.path=", "/lists/", "line 1 is not a JSON object")),
-    ("data.source=jsonl  data.path=numbers/*", ("data.text_field=text", "is not text but int in line 1")),
-    ("data.source=jsonl  data.path=binary/*", ("data.path=", "/binary/", "line 1 is not JSON")),
     ("data.source=jsonl", ("data.path=", "/texts/", "line 1 is not JSON")),
     ("data.source=parquet", ("data.path=", "/texts/", "is not Parquet")),
     ("model.vocab=100", ("model.vocab=100", "must be at least 257, the ids of data.tokenizer=byte")),
     ("data.tokenizer=/nowhere", ("data.tokenizer=/nowhere", "this folder does not exist")),
-    ("data.tokenizer=gpt2", ("data.tokenizer=gpt2", 'must be "byte" or a folder', "this folder does not exist")),
-    ("data.tokenizer=no-tokenizer", ("data.tokenizer=no-tokenizer", "holds no Hugging Face tokenizer")),
-    ("data.tokenizer=half-tokenizer", ("data.tokenizer=half-tokenizer", "holds no Hugging Face tokenizer that can be loaded")),
     ("data.cache=file", ("data.cache=", "/file", "cannot be written (Not a directory)")),
     ("data.tokenizer=~nobody-of-this-name", ("data.tokenizer=~nobody-of-this-name", "this folder does not exist")),
     (f"data.tokenizer={'x' * 300}", ("data.tokenizer=xxx", "this folder does not exist")),
-    ("data.cache=~nobody-of-this-name", ("data.cache=~nobody-of-this-name", "the home of an unknown user")),
     (f"data.cache={'x' * 300}", ("data.cache=", "cannot be written (File name too long)")),
     ("data.cache=/proc/foldray", ("data.cache=/proc/foldray", "cannot be written")),
 ]
@@ -141,10 +124,6 @@ STORAGE: list[tuple[str, tuple[str, ...]]] = [
     ("cluster.storage=file/runs", ("cluster.storage=", "/file/runs:", "is not a writable folder (Not a directory)")),
     ("cluster.storage=/proc/foldray/runs", ("cluster.storage=/proc/foldray/runs", "is not a writable folder")),
     (f"cluster.storage={'x' * 300}", ("cluster.storage=/", "(File name too long)")),
-    ("cluster.storage=~nobody-of-this-name/runs", ("cluster.storage=~nobody-of-this-name/runs", "the home of an unknown user")),
-    ("cluster.storage=ftpp://host/runs", ("cluster.storage=ftpp://host/runs", "is not a storage that can be reached", "ftpp")),
-    ("cluster.storage=file:///proc/foldray", ("cluster.storage=/proc/foldray", "is not a writable folder")),
-    ("cluster.storage=file://host/runs", ("cluster.storage=file://host/runs", "is not a folder on this machine")),
     (
         "cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9&scheme=http&region=x",
         ("cluster.storage=s3://runs/x?endpoint_override=127.0.0.1:9", "is not a storage that can be reached and written to"),
@@ -152,13 +131,9 @@ STORAGE: list[tuple[str, tuple[str, ...]]] = [
 ]
 TRACKING: list[tuple[str, tuple[str, ...]]] = [
     ("tracking.uri=http://127.0.0.1:9", ("tracking.uri=http://127.0.0.1:9", "Connection refused", "legal: sqlite:///")),
-    ("tracking.uri=http://127.0.0.1:port", ("tracking.uri=http://127.0.0.1:port", "cannot be used for MLflow tracking")),
-    ("tracking.uri=htp://127.0.0.1", ("tracking.uri=htp://127.0.0.1", "cannot be used for MLflow tracking")),
-    ("tracking.uri='some words'", ("tracking.uri=some words", "cannot be used for MLflow tracking")),
     ("tracking.uri=postgresql://127.0.0.1:9/db", ("tracking.uri=postgresql://127.0.0.1:9/db", "Connection refused")),
     ("tracking.uri=sqlite://db", ("tracking.uri=sqlite://db", "three slashes")),
     ("tracking.uri=sqlite:///file/db", ("tracking.uri=sqlite:////", "/file/db", "cannot be used for MLflow tracking")),
-    ("tracking.uri=sqlite:///texts/a", ("tracking.uri=sqlite:////", "/texts/a", "file is not a database")),
 ]
 CLUSTER: list[tuple[str, tuple[str, ...]]] = [
     (
@@ -333,7 +308,6 @@ BEGIN: list[tuple[str, tuple[str, ...]]] = [
 RESUME: list[tuple[str, tuple[str, ...]]] = [
     ("data.path=more/*", ("resume=RUN", "was trained on other data", "a new run may have others: --from ")),
     ("data.seq_len=16", ("resume=RUN", "other sequence lengths")),
-    ("model.topk=1", ("model.topk=1", "RUN was trained with another value", "legal: 2")),
     *BEGIN,
 ]
 
@@ -409,12 +383,6 @@ FORGED = [
     ("run.json", '{"mlflow_run_id": 3}', "its run.json cannot be read (mlflow_run_id: Input should be a valid string)"),
     ("run.json", '{"started_from": ["x"]}', "its run.json cannot be read (started_from: Input should be a valid string)"),
     ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "its metrics.jsonl cannot be read (line 1 is not a record of a run)"),
-    (
-        "metrics.jsonl",
-        '\n{"kind": "resumed", "step": "3"}\n',
-        "its metrics.jsonl cannot be read (line 2 is not a record of a run)",
-    ),
-    ("metrics.jsonl", "[" * 200_000, "its metrics.jsonl cannot be read (line 1 is not a record)"),
     ("metrics.jsonl", "3\n", "its metrics.jsonl cannot be read (line 1 is not a record of a run)"),
 ]
 

@@ -62,7 +62,7 @@ def test_a_storage_elsewhere_is_told_with_its_scheme(folder: Path, monkeypatch: 
     monkeypatch.setattr(run_storage, "_reachable", lambda field, uri: uri)
     made = FoldTrainer(recipe(), run_config=RunConfig(name="far", storage_path="s3://bucket/runs?region=x"))
     written = RunFolder(folder / "far", made.recipe, {})
-    written.receive({"kind": "checkpoint", "step": 2, "path": "bucket/runs/far/step_00000002"})
+    written.take({"kind": "checkpoint", "step": 2, "path": "bucket/runs/far/step_00000002"})
     assert written.summary("finished").checkpoint == "s3://bucket/runs/far/step_00000002?region=x"
 
 

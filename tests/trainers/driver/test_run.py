@@ -61,7 +61,7 @@ def test_how_long_a_rank_may_be_silent_follows_the_steps() -> None:
     found: Any = SimpleNamespace(folder=SimpleNamespace(history=History()), _recipe=SimpleNamespace(cluster=cluster))
     assert Run._patience(found) == cluster.timeout == 300.0, "no step is known"
     for number, seconds, expected in ((1, 0.2, 60.0), (2, 4.0, 120.0), (3, 100.0, 300.0)):
-        found.folder.history.receive({**step(number), "step_time_s": seconds})
+        found.folder.history.take({**step(number), "step_time_s": seconds})
         assert Run._patience(found) == expected
 
 
@@ -70,7 +70,7 @@ def test_a_rank_alone_is_missed_too(run: Any, monkeypatch: pytest.MonkeyPatch) -
     now, ended = [1000.0], list[bool]()
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     run._end_attempt = lambda: ended.append(True)
-    run.folder.history.receive(place(0))
+    run.folder.history.take(place(0))
     Run._look(run, [])  # before any sign of life
     Run._look(run, [beat(0, trained_s=9.0)])
     for _ in range(6):
@@ -105,16 +105,16 @@ def test_an_order_to_grow_does_not(run: Any) -> None:
 
 
 def test_an_attempt_begins_without_the_places_of_an_earlier_process(run: Any) -> None:
-    run.folder.history.receive(place(0))
+    run.folder.history.take(place(0))
     Run.begin(run)
     assert not run.folder.history.places
 
 
 def test_workers_make_room_for_more_once_all_of_them_train(run: Any) -> None:
     assert not look(run, 0, 1), "their places are not known yet"
-    run.folder.history.receive(place(0))
+    run.folder.history.take(place(0))
     assert not look(run, 0, 1)
-    run.folder.history.receive(place(1))
+    run.folder.history.take(place(1))
     assert not look(run, 0, 1, trained=0.0)
     assert look(run, 0, 1)
     assert run.grows
@@ -122,12 +122,12 @@ def test_workers_make_room_for_more_once_all_of_them_train(run: Any) -> None:
 
 def test_room_that_workers_do_not_fit_into_is_tried_seldom(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
-        run.folder.history.receive(place(rank))
+        run.folder.history.take(place(rank))
     assert look(run, 0, 1)
     for later, asked in ((0.0, False), (60.0, False), (700.0, True)):
         Run.begin(run)
         for rank in (0, 1):
-            run.folder.history.receive(place(rank))
+            run.folder.history.take(place(rank))
         now = time.monotonic() + later
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda now=now: now))
         assert look(run, 0, 1) == asked

@@ -76,29 +76,17 @@ def files_with(secret: str, folder: Path) -> list[Path]:
 
 LINES = [
     "tracking.uri=http://me:hush@127.0.0.1:9",
-    "tracking.uri=http://me:hush@127.0.0.1:port",
-    "tracking.uri=htp://me:hush@127.0.0.1",
-    "tracking.uri=postgresql://me:hush@127.0.0.1:9/db",
     "tracking.uri=postgresql://me:hush#hush@127.0.0.1:9/db",
     "tracking.uri=mysql://127.0.0.1:9/db?password=hush",
     "tracking.uri=http://***@127.0.0.1:9",
     "cluster.storage=s3://KEY:hu/sh/hush@bucket/runs",
     "cluster.storage=s3://bucket/runs?access_key=KEY&secret_key=hush",
-    "cluster.storage=nonsense://me:hush@host/runs",
     "cluster.address=me:hush@127.0.0.1:9",
     "cluster.address=ray://me:hush@127.0.0.1:9",
     "cluster.address=http://me:hush@127.0.0.1:9",
     "tracking=http://me:hush@127.0.0.1:9",
     "tracking.uri=[http://me:hush@127.0.0.1:9]",
 ]
-
-
-def test_a_checkpoint_is_not_named_with_a_password(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The files of the run would show it."""
-    assert main(["train", "recipe.yaml", "--from", "s3://KEY:hush@bucket/runs/r/step_00000002"]) == 2
-    out, line = capfd.readouterr()
-    assert line.startswith("foldray: from=s3://***@bucket/runs/r/step_00000002: holds a password, a key or a token")
-    assert "hush" not in out + line
 
 
 @pytest.mark.parametrize("override", LINES)
@@ -146,27 +134,6 @@ def test_a_driver_that_is_missing_is_asked_for_without_the_password(monkeypatch:
     monkeypatch.setitem(sys.modules, "MySQLdb", None)
     with pytest.raises(MissingPackage, match=r"^tune\.storage=mysql://\*\*\*@host/db: needs the package 'MySQLdb'"):
         open_storage("mysql://me:hush@host/db")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        ([], "foldray: tracking.uri=http://***@127.0.0.1:9: holds a secret, and a job's recipe is stored"),
-        (
-            ["tracking.uri=http://127.0.0.1:9", "cluster.storage=s3://me:hush@bucket/runs"],
-            "foldray: cluster.storage=s3://***@bucket/runs: holds a secret, and a job's recipe is stored",
-        ),
-    ],
-    ids=["tracking", "storage"],
-)
-def test_a_job_is_not_sent_with_a_password(
-    place: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], line: str
-) -> None:
-    assert main(["submit", "recipe.yaml", "--address", "http://127.0.0.1:9", *overrides]) == 2
-    error = capfd.readouterr().err
-    assert error.startswith(line)
-    assert "hush" not in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.nightly("a whole training")
@@ -239,7 +206,7 @@ def test_a_server_that_fails_later_is_logged_without_the_password(
     tracker._client.log_batch = down  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         for record in run(2, layers=len(Recipe.parse(RECIPE).model.moe_layers)):
-            tracker.receive(record)
+            tracker.take(record)
         tracker.close("FINISHED")
     assert "MLflow at http://***@127.0.0.1:9 fails (API request to http://***@127.0.0.1:9/api/2.0 failed)" in caplog.text
     assert "hush" not in caplog.text

@@ -26,7 +26,7 @@ def write(folder: Path, *records: Record, status: str | None = None, beats: bool
     run = RunFolder(folder / "r-1", RECIPE, {})
     now = time.time()
     for age, record in zip(range(len(records), 0, -1), records, strict=True):
-        run.receive({**record, "time": now - age})  # type: ignore[typeddict-item]
+        run.take({**record, "time": now - age})  # type: ignore[typeddict-item]
     if beats:
         watch = Watch()
         for number in range(20):

@@ -23,7 +23,7 @@ from tests.trainers.checkpoints.damage import FILE, flipped, shards_of
 from tests.trainers.data.chats import make_tokenizer
 from tests.trainers.hugging_face.oracle import MIXTRAL, saved
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 from trainers.data.tokenizers import ByteTokenizer, load_tokenizer
 from trainers.driver.resuming import Beginning
 from trainers.hugging_face.families import family_of, tensors_of

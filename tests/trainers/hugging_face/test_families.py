@@ -22,7 +22,7 @@ from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face import oracle
 from tests.trainers.hugging_face.oracle import ALL, FAMILIES, MIXTRAL, by_our_names, filled, loaded, mean_loss, saved, widened
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 from trainers.hugging_face.family import rope_config
 
 BATCH, LENGTH = 8, 16

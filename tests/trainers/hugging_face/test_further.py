@@ -21,7 +21,7 @@ from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face.oracle import filled, loaded, widened
 from tests.trainers.hugging_face.test_export import GLM, make_run
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 from trainers.hugging_face.weights import Weights
 from trainers.inference.model import Model
 

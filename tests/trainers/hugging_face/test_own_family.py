@@ -15,7 +15,7 @@ from tests.foldray.parity import sample
 from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face.oracle import GLM, filled, loaded, saved, widened
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 
 OWN = "tests.trainers.hugging_face.dots:DOTS"
 SIZES = {key: value for key, value in GLM.items() if key not in ("num_nextn_predict_layers", "rope_parameters")} | {

@@ -40,7 +40,7 @@ def storage(tmp_path_factory):
 def finished(storage: Path) -> Tracker:
     tracker = Tracker(recipe(), "r-1", storage)
     for record in run(30):
-        tracker.receive(record)
+        tracker.take(record)
     (storage / "loss.png").write_bytes(b"a picture")
     tracker.store([storage / "loss.png", storage / "not there.png"])
     tracker.close("FINISHED")
@@ -86,7 +86,7 @@ def test_every_step_and_validation_is_there(finished):
 def test_conversations_have_no_bits_per_byte(storage):
     tracker = Tracker(recipe(), "r-2", storage)
     for record in (step(1), {**validation(1), "bits_per_byte": None}, {**step(2), "trained_tokens": 7, "skipped_steps": 3}):
-        tracker.receive(record)
+        tracker.take(record)
     tracker.close("FINISHED")
     metrics = tracker._client.get_run(tracker.run_id).data.metrics
     assert "validation/bits_per_byte" not in metrics
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_opened_again_and_no_step_is_logged_twice(finished, sto
         step(32, loss=math.inf),
     ]
     for record in records:
-        tracker.receive(record)
+        tracker.take(record)
     tracker.close("KILLED")
     assert tracker.run_id == finished.run_id
     assert [at for at, _ in history(tracker, "loss")] == list(range(1, 33))
@@ -143,7 +143,7 @@ def test_a_deleted_run_is_begun_anew_with_a_word(storage, caplog):
     made.close("KILLED")
     made._client.delete_run(made.run_id)
     again = Tracker(recipe(), "r-5", storage, made.run_id)
-    again.receive(step(1))
+    again.take(step(1))
     again.close("FINISHED")
     assert again.run_id != made.run_id
     assert history(again, "loss") == [(1, 2.0)]
@@ -176,9 +176,9 @@ def test_a_failure_during_the_run_is_one_warning_and_nothing_is_lost(storage, mo
         raise ConnectionError("server down")
 
     monkeypatch.setattr(tracker._client, "log_batch", down)
-    tracker.receive(step(1))
+    tracker.take(step(1))
     tracker._sender._send_pending()
-    tracker.receive(step(2))
+    tracker.take(step(2))
     tracker._sender._send_pending()
     assert caplog.text.count("server down") == 1
     monkeypatch.setattr(tracker._client, "log_batch", send)
@@ -193,7 +193,7 @@ def test_a_database_that_is_gone_is_one_line(tmp_path, capfd, caplog):
     tracker = Tracker(recipe(), "r-4", tmp_path)
     (tmp_path / "mlflow.db").unlink()
     for number in (1, 2):
-        tracker.receive(step(number))
+        tracker.take(step(number))
         tracker._sender._send_pending()
     assert [entry.name for entry in caplog.records] == ["trainers.sinks.mlflow_run"]
     assert "fails (attempt to write a readonly database)" in caplog.text

@@ -32,9 +32,9 @@ def scraped(port: int, run: str) -> dict[str, dict[str, float]]:
 def test_prometheus_reads_the_figures_of_a_run(ray_session) -> None:
     gauges, port = Gauges("run-7", METRICS), ray.nodes()[0]["MetricsExportPort"]
     record: Any = {**step(3, loss=2.5), "mfu": None}
-    gauges.receive(saved(2))
-    gauges.receive(record)
-    gauges.receive(
+    gauges.take(saved(2))
+    gauges.take(record)
+    gauges.take(
         {"kind": "failed", "step": 3, "failure": "lost", "what": "", "ranks": [], "goes_on": True, "saved": 2, "reason": ""}
     )
     gauges.look({1: 0.25})
@@ -60,7 +60,7 @@ def test_a_checkpoint_grows_older_while_no_step_ends(ray_session, monkeypatch: p
     monkeypatch.setattr(time, "time", lambda: now)
     seen: dict[str, object] = {}
     monkeypatch.setattr(Gauges, "_set", lambda self, name, value, rank=None: seen.update({name: value}))
-    gauges.receive(saved(2))
+    gauges.take(saved(2))
     monkeypatch.setattr(time, "time", lambda: now + 100.0)
     gauges.look({})
     assert seen["foldray_checkpoint_age_s"] == pytest.approx(100.0, abs=5.0)

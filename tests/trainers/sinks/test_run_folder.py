@@ -23,7 +23,7 @@ def recipe() -> Recipe:
 
 def record_all(folder: RunFolder, *records: Record) -> RunFolder:
     for record in records:
-        folder.receive(record)
+        folder.take(record)
     return folder
 
 

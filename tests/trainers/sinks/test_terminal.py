@@ -46,7 +46,7 @@ def test_a_log_gets_a_line_per_tenth_of_the_steps():
     shown = console(False)
     with shown.progress("r-1", 100) as progress:
         for record in run(100):
-            progress.receive(record)
+            progress.take(record)
     lines = text(shown).splitlines()
     assert len(lines) == 11
     assert lines[0] == "r-1: starting workers, 100 steps"
@@ -59,7 +59,7 @@ def test_skipped_steps_are_told_and_counted():
     shown = console(False)
     with shown.progress("r-1", 3) as progress:
         for record in (step(1), {**step(2), "grad_norm": math.nan, "skipped_steps": 4}, {**step(3), "skipped_steps": 4}):
-            progress.receive(record)
+            progress.take(record)
     told = [line for line in text(shown).splitlines() if "skipped" in line]
     assert told == ["r-1: step 2 is skipped, because its gradient is not finite; skipped so far: 4"]
     assert "300, 4 of them skipped" in table(summary(metrics={"skipped_steps": 4}))
@@ -69,7 +69,7 @@ def test_skipped_steps_are_told_and_counted():
 def test_the_loss_of_further_tokens_is_told_apart():
     shown = console(False)
     with shown.progress("r-1", 1) as progress:
-        progress.receive({**step(1), "mtp_loss": 3.25})
+        progress.take({**step(1), "mtp_loss": 3.25})
     assert "step 1/1 · loss 2.000 · further tokens 3.250 · " in text(shown)
 
 
@@ -80,7 +80,7 @@ def test_a_log_gets_a_line_every_ten_seconds(monkeypatch):
     with shown.progress("r-1", 10_000) as progress:
         for count in range(1, 41):
             now[0] += 1.0
-            progress.receive(step(count))
+            progress.take(step(count))
     lines = text(shown).splitlines()[1:]
     assert len(lines) == 4
     assert lines[0].endswith("2:46:30 left")
@@ -90,7 +90,7 @@ def test_a_terminal_gets_one_line_that_updates():
     shown = console(True)
     with shown.progress("r-1", 20) as progress:
         for record in run(20):
-            progress.receive(record)
+            progress.take(record)
     assert "20/20" in text(shown)
     assert "\x1b[2K" in text(shown)
     assert text(shown).count("\n") <= 2
@@ -100,7 +100,7 @@ def test_going_on_is_said_and_the_time_left_counted_anew():
     shown = console(False)
     with shown.progress("r-1", 100) as progress:
         for record in (step(9), step(10), resumed(50), step(60), validation(60), step(61)):
-            progress.receive(record)
+            progress.take(record)
     assert "r-1: continues from step 50\n" in text(shown)
     assert "step 60/100 · loss 2.000 · 12.3k tokens/s · –:–– left" in text(shown)
 
@@ -108,7 +108,7 @@ def test_going_on_is_said_and_the_time_left_counted_anew():
 def test_a_loss_that_is_no_number_is_called_so():
     shown = console(False)
     with shown.progress("r-1", 1) as progress:
-        progress.receive(step(1, loss=float("nan")))
+        progress.take(step(1, loss=float("nan")))
     assert "loss not a number" in text(shown)
 
 
@@ -125,7 +125,7 @@ def test_json_keeps_standard_output_free(capsys):
     shown = Console(json=True)
     shown.files(3, 3, "tokenizing")
     with shown.progress("r-1", 1) as progress:
-        progress.receive(step(1))
+        progress.take(step(1))
     shown.close(summary(), "http://127.0.0.1:5000/#/x")
     out, err = capsys.readouterr()
     assert out == ""
@@ -159,7 +159,7 @@ def test_conversations_have_no_bytes_to_compare():
     told = console(False)
     with told.progress("r-1", 2) as progress:
         for record in (step(1), {**validation(1), "loss": 1.75, "bits_per_byte": None}, step(2)):
-            progress.receive(record)
+            progress.take(record)
     assert "validation 1.750 nats/token" in text(told)
 
 

@@ -58,5 +58,5 @@ def run(steps: int, layers: int = 4, experts: int = 8, eval_every: int = 10) -> 
 def history(*records: Record) -> History:
     result = History()
     for record in records:
-        result.receive(record)
+        result.take(record)
     return result

@@ -45,8 +45,8 @@ def test_a_metric_of_a_recipe_reaches_everything(tmp_path: Path) -> None:
     folder, tracker = RunFolder(tmp_path / "r-1", recipe, {}), Tracker(recipe, "r-1", tmp_path)
     records: list[Any] = [step(1), {**step(2), "watts": 300.0}, {**step(3), "watts": 500.0}]
     for record in records:
-        folder.receive(record)
-        tracker.receive(record)
+        folder.take(record)
+        tracker.take(record)
     summary = folder.close("finished")
     tracker.close("FINISHED")
     assert summary.metrics["watts"] == 400.0

@@ -17,7 +17,7 @@ from trainers.telemetry import mail, mailbox
 from trainers.telemetry.history import LOAD_WINDOW, History
 from trainers.telemetry.mail import Mail
 from trainers.telemetry.mailbox import Inbox, Outbox
-from trainers.telemetry.records import Record, as_json, number
+from trainers.telemetry.records import KINDS, Record, Sink, as_json, number
 
 
 @ray.remote(num_cpus=0)
@@ -160,19 +160,14 @@ def test_settling_waits_for_a_record_that_came_after_the_last_look(monkeypatch):
     """A look that is under way may have left the queue before the record came. So what an attempt failed of was not yet known."""
     looks, seen = threading.Event(), []
 
-    class Reader:
-        reads = 0
+    def taken():
+        inbox._reads += 1
+        if inbox._reads == 1:
+            looks.wait(60)
+        return [step(1)] if inbox._reads == 2 else []
 
-        def take(self, stops):
-            self.reads += 1
-            if self.reads == 1:
-                looks.wait(60)
-            return [step(1)] if self.reads == 2 else []
-
-    reader = Reader()
-    monkeypatch.setattr(mailbox, "_Reader", lambda queue: reader)
     inbox = Inbox([seen.append])
-    inbox.queue, inbox._reader = None, reader
+    monkeypatch.setattr(inbox, "_taken", taken)
     inbox._thread.start()
     threading.Timer(0.3, looks.set).start()
     inbox.settle()
@@ -298,3 +293,13 @@ def test_a_history_is_read_back_from_its_lines(tmp_path):
 def test_lines_are_strict_json():
     line = as_json(step(1, loss=math.inf))
     assert math.isnan(number(json.loads(line, parse_constant=pytest.fail)["loss"]))
+
+
+def test_a_method_for_no_kind_is_refused() -> None:
+    """A record would never reach a method whose name has a slip."""
+    with pytest.raises(TypeError, match="take_stepp takes no kind of record"):
+        type("Loud", (Sink,), {"take_stepp": lambda self, record: None})
+
+
+def test_the_history_takes_every_kind() -> None:
+    assert [kind for kind in KINDS if not hasattr(History, f"take_{kind}")] == []

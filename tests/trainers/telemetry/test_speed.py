@@ -24,7 +24,7 @@ def steps(time: float, *numbers: int) -> list[dict[str, Any]]:
 def speed_of(*records: Any) -> Speed:
     speed = Speed()
     for record in records:
-        speed.receive(record)
+        speed.take(record)
     return speed
 
 

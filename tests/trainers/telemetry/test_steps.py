@@ -22,7 +22,7 @@ ELSEWHERE = {"kind", "load", "by_layer", "traffic"}
 def steps_of(*records: Step) -> Steps:
     steps = Steps()
     for record in records:
-        steps.take(record)
+        steps.add(record)
     return steps
 
 
@@ -64,7 +64,7 @@ def test_a_long_run_stays_small_and_quick_to_draw(tmp_path) -> None:
     tracemalloc.start()
     try:
         for number in range(1, 20_001):
-            history.receive({**record, "step": number, "time": 1e9 + number})
+            history.take({**record, "step": number, "time": 1e9 + number})
             if number in (10_000, 20_000):
                 begun[number] = tracemalloc.get_traced_memory()[0]
     finally:

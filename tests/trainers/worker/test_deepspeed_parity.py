@@ -20,7 +20,7 @@ from foldray.runtime.weights import Weights
 from tests.foldray.parity import batches, drifted, engine_on, go_on, make_recipe, one_process, train, worst
 from tests.pool import RankPools
 from trainers.checkpoints import tensors
-from trainers.checkpoints.staging import Staged
+from trainers.checkpoints.tensors import Staged
 from trainers.measure.comparison import compare_updates
 from trainers.measure.verify import UPDATE_TOLERANCE
 
