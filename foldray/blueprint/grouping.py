@@ -8,8 +8,8 @@ than in a grouped product and a sum (H100: 8 experts of 4096 × 28672, 4096 rows
 3.6 and 2.0 ms). The host must know their rows."""
 
 CAPABILITIES = (9, 10)
-"""Major compute capabilities of the GPUs that torch has a kernel of grouped products for. On others, torch has the host read where
-rows end, and computes one product after another."""
+"""Major compute capabilities of the GPUs that torch has a kernel of grouped products for. On others, torch has the host read
+where rows end, and computes one product after another."""
 
 _ALIGNED = 8  # numbers of bfloat16 that have 16 bytes, of which rows of a grouped product have a multiple
 

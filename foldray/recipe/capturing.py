@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foldray.blueprint.grouping import CAPABILITIES, in_groups, summed_in_groups
+from foldray.blueprint.grouping import in_groups, summed_in_groups
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, PROJECT, ROUTE
 from foldray.recipe.description import Description
 
@@ -50,7 +50,8 @@ def _counts_stay(recipe: Description) -> bool:
         return False
     experts = [moe.expert for moe in (model.block(layer).moe for layer in model.moe_layers) if moe is not None]
     return all(
-        in_groups(model.experts, model.hidden, expert.inner) and summed_in_groups(model.hidden * expert.width) for expert in experts
+        in_groups(model.experts, model.hidden, expert.inner) and summed_in_groups(model.hidden * expert.width)
+        for expert in experts
     )
 
 

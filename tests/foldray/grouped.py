@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -17,7 +18,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     """Multiply the rows of each group with its matrix, or, of two matrices, sum the products of its rows: [E, …, …]."""
     assert offs.dtype == torch.int32
     ends = [0, *offs.tolist()]
-    runs = [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    runs = [slice(start, stop) for start, stop in pairwise(ends)]
     if b.dim() == 3:
         out = a.new_full((len(a), b.shape[2]), torch.nan)
         for e, run in enumerate(runs):
@@ -34,8 +35,8 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 def as_on_gpus() -> Iterator[None]:
     """Compute experts in grouped products, and fill what these leave."""
     with (
-        mock.patch.object(experts, "_implementation", lambda *_: experts._Grouped),
-        mock.patch.object(experts, "_fills_idle", lambda _: False),
+        mock.patch.object(experts, "_implementation", return_value=experts._Grouped),
+        mock.patch.object(experts, "_fills_idle", return_value=False),
         mock.patch.object(F, "grouped_mm", grouped_mm),
     ):
         yield

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from foldray.blueprint import ModelSpec, Ownership
+from foldray.blueprint import ModelSpec, Ownership, grouping
 from foldray.clock import COMPUTE
 from foldray.comm import Groups
 from foldray.costs.apart import ApartWork, Sides
@@ -24,7 +24,6 @@ from foldray.costs.rank import RankCosts
 from foldray.finding import find
 from foldray.fold import Fold
 from foldray.graph import PipelineGraph, SliceCost
-from foldray.blueprint import grouping
 from foldray.kinds import HEAD
 from foldray.model import Batch, Transformer
 from foldray.moe import MoeBackend

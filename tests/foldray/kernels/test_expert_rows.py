@@ -49,7 +49,7 @@ def test_the_host_does_not_ask(counts: list[int], ffn: str, biased: bool, later:
     def run(rows: ExpertRows, *given: Tensor) -> tuple[Tensor, list[Tensor]]:
         x_NH, up, down, *biases = given
         total = len(x_NH) - sum(counts)
-        leaver, tasks = Later(), []
+        leaver = Later()
         up, down = torch.nn.Parameter(up.detach()), torch.nn.Parameter(down.detach())
         x_NH, *biases = (each.detach().requires_grad_() for each in (x_NH, *biases))
         with leaver.collect(later) as tasks:

@@ -15,7 +15,7 @@ from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.graph import Op
 from foldray.kernels import experts
-from foldray.kinds import EXPERT, ROUTE
+from foldray.kinds import ROUTE
 from foldray.model import Batch, Transformer, all_losses
 from foldray.moe import Router
 from foldray.recipe import CAPTURED, Recipe, told_of_capture, uncaptured
