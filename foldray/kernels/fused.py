@@ -13,6 +13,7 @@ import os
 import shutil
 import sysconfig
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ BLOCK = 1024  # columns that one program of four warps computes: 16 bytes per th
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels of this module can compute with these tensors. If not, torch's must."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)
-    return all(tensor.is_cuda and tensor.dtype in narrow for tensor in tensors) and _has_triton()
+    return all(tensor.is_cuda and tensor.dtype in narrow for tensor in tensors) and has_triton()
 
 
 def gated_silu(up_NW: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def gated_silu(up_NW: Tensor) -> Tensor:
     rows, inner = up_NW.shape[0], up_NW.shape[1] // 2
     h_NF = up_NW.new_empty(rows, inner)
     block = _block(inner)
-    _launch("gated_silu", (rows, _blocks(inner, block)), up_NW, h_NF, up_NW.stride(0), inner, block)
+    launch("gated_silu", (rows, blocks(inner, block)), up_NW, h_NF, up_NW.stride(0), inner, block)
     return h_NF
 
 
@@ -47,8 +48,8 @@ def gated_silu_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tensor]:
     h_NF = dh_NF if dh_NF.is_contiguous() and dh_NF.dtype == up_NW.dtype else up_NW.new_empty(rows, inner)
     dup_NW = torch.empty_like(up_NW, memory_format=torch.contiguous_format)
     block = _block(inner)
-    grid = (rows, _blocks(inner, block))
-    _launch("gated_silu_backward", grid, dh_NF, up_NW, h_NF, dup_NW, dh_NF.stride(0), up_NW.stride(0), inner, block)
+    grid = (rows, blocks(inner, block))
+    launch("gated_silu_backward", grid, dh_NF, up_NW, h_NF, dup_NW, dh_NF.stride(0), up_NW.stride(0), inner, block)
     return h_NF, dup_NW
 
 
@@ -62,8 +63,8 @@ def sum_rows(rows_NH: Tensor, position_TK: Tensor, weight_TK: Tensor | None = No
     out_TH = rows_NH.new_empty(tokens, hidden)
     weight = None if weight_TK is None else weight_TK.contiguous()
     block = _block(hidden)
-    grid = (tokens, _blocks(hidden, block))
-    _launch("sum_rows", grid, rows_NH, position_TK, weight, out_TH, rows_NH.stride(0), hidden, topk, block)
+    grid = (tokens, blocks(hidden, block))
+    launch("sum_rows", grid, rows_NH, position_TK, weight, out_TH, rows_NH.stride(0), hidden, topk, block)
     return out_TH
 
 
@@ -82,10 +83,10 @@ def combine_backward(
     new = torch.zeros_like if drops or len(y_NH) > position_TK.numel() else torch.empty_like
     dy_NH = new(y_NH, memory_format=torch.contiguous_format)
     dweight_TK = torch.empty_like(weight_TK)
-    slots = _power_of_two(topk)
+    slots = power_of_two(topk)
     block = min(_block(hidden), max(16, 2 * BLOCK // slots))
     tensors = (dout_TH, y_NH, position_TK, weight_TK, dy_NH, dweight_TK)
-    _launch("combine_backward", (tokens,), *tensors, dout_TH.stride(0), y_NH.stride(0), hidden, topk, slots, block)
+    launch("combine_backward", (tokens,), *tensors, dout_TH.stride(0), y_NH.stride(0), hidden, topk, slots, block)
     return dy_NH, dweight_TK
 
 
@@ -96,12 +97,32 @@ def merge(out_a_BNSD: Tensor, lse_a_BNS: Tensor, out_b_BNSD: Tensor, lse_b_BNS: 
     out_BSND = a.new_empty((batch, queries, heads, width), dtype=torch.float32)
     lse_a_BNS, lse_b_BNS = (lse.float().contiguous() for lse in (lse_a_BNS, lse_b_BNS))
     lse_BNS = torch.empty_like(lse_a_BNS)
-    columns = _power_of_two(width)
-    together = min(_power_of_two(heads), max(1, 2 * BLOCK // columns))
+    columns = power_of_two(width)
+    together = min(power_of_two(heads), max(1, 2 * BLOCK // columns))
     tensors = (a, lse_a_BNS, b, lse_b_BNS, out_BSND, lse_BNS)
-    grid = (queries, _blocks(heads, together), batch)
-    _launch("merge", grid, *tensors, *a.stride()[:3], *b.stride()[:3], heads, width, together, columns)
+    grid = (queries, blocks(heads, together), batch)
+    launch("merge", grid, *tensors, *a.stride()[:3], *b.stride()[:3], heads, width, together, columns)
     return out_BSND.transpose(1, 2), lse_BNS
+
+
+def add_groups(total_EIO: Tensor, gradient_EIO: Tensor, ends_E: Tensor) -> None:
+    """Add gradients to sums, both contiguous, but not those of experts without rows. These may be any numbers.
+
+    Args:
+        ends_E: the row behind the last one of each expert, int32.
+    """
+    numbers = total_EIO[0].numel()
+    grid = (blocks(numbers, 4 * BLOCK), len(total_EIO))
+    launch("add_groups", grid, total_EIO, gradient_EIO, ends_E, numbers, 4 * BLOCK)
+
+
+def halves(x_TE: Tensor) -> Tensor:
+    """Split float32 numbers into sums of two bfloat16 numbers, side by side: [T, E] → [T, 2 · E]."""
+    x_TE = x_TE.contiguous()
+    (tokens, columns), block = x_TE.shape, _block(x_TE.shape[1])
+    out_TE = x_TE.new_empty(tokens, 2 * columns, dtype=torch.bfloat16)
+    launch("halves", (tokens, blocks(columns, block)), x_TE, out_TE, columns, block)
+    return out_TE
 
 
 def rotate(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -126,32 +147,31 @@ def _rotated(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, back: bool) -> Tens
     x_BSND, cos_SD, sin_SD = _rows(x_BSND), cos_SD.contiguous(), sin_SD.contiguous()
     batch, positions, heads, width = x_BSND.shape
     out_BSND = x_BSND.new_empty(x_BSND.shape)
-    columns = _power_of_two(width // 2)
-    together = min(_power_of_two(heads), max(1, 2 * BLOCK // columns))
-    grid = (positions, _blocks(heads, together), batch)
+    columns = power_of_two(width // 2)
+    together = min(power_of_two(heads), max(1, 2 * BLOCK // columns))
+    grid = (positions, blocks(heads, together), batch)
     tensors, strides = (x_BSND, cos_SD, sin_SD, out_BSND), x_BSND.stride()[:3]
-    _launch("rotate", grid, *tensors, *strides, heads, width // 2, back, together, columns)
+    launch("rotate", grid, *tensors, *strides, heads, width // 2, back, together, columns)
     return out_BSND
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     """Whether Triton is there, and what it compiles the starters of its kernels with: a C compiler and Python's headers."""
     compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
     headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()
     return compiler and headers and find_spec("triton") is not None
 
 
-def _launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any) -> None:
+def launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any, module: str = "fused_kernels") -> None:
     """Run a kernel on the device of its first tensor, once for each point of the grid, which may have none.
 
-    No kernel takes a number of rows, because Triton would compile it anew for some of the numbers.
+    No kernel takes a number of rows that Triton would compile it anew for.
     """
-    from foldray.kernels import fused_kernels  # imports Triton, which not every machine has
-
+    kernels = import_module(f"foldray.kernels.{module}")  # imports Triton, which not every machine has
     if all(grid):
         with torch.cuda.device_of(first):
-            getattr(fused_kernels, kernel)[grid](first, *others, num_warps=4)
+            getattr(kernels, kernel)[grid](first, *others, num_warps=4)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -159,12 +179,12 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _block(width: int) -> int:
-    return min(BLOCK, max(16, _power_of_two(width)))
+    return min(BLOCK, max(16, power_of_two(width)))
 
 
-def _blocks(width: int, block: int) -> int:
+def blocks(width: int, block: int) -> int:
     return -(-width // block)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()

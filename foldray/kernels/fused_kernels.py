@@ -111,3 +111,26 @@ def rotate(
         sine = -sine
     tl.store(out_at, first * cosine - second * sine, mask=inside)
     tl.store(out_at + HALF, second * cosine + first * sine, mask=inside)
+
+
+@triton.jit
+def add_groups(total, gradient, ends, NUMBERS, COLUMNS: tl.constexpr):
+    e = tl.program_id(1).to(tl.int64)
+    if tl.load(ends + e) > tl.load(ends + e - 1, mask=e > 0, other=0):  # else the gradient is any numbers
+        c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        at = e * NUMBERS + c
+        more = tl.load(gradient + at, mask=c < NUMBERS, other=0.0).to(tl.float32)
+        before = tl.load(total + at, mask=c < NUMBERS, other=0.0).to(tl.float32)
+        tl.store(total + at, before + more, mask=c < NUMBERS)
+
+
+@triton.jit
+def halves(x, out, COLUMNS_OF_X, COLUMNS: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = c < COLUMNS_OF_X
+    wide = tl.load(x + t * COLUMNS_OF_X + c, mask=inside, other=0.0)
+    high = wide.to(tl.bfloat16)
+    at = out + t * 2 * COLUMNS_OF_X + c
+    tl.store(at, high, mask=inside)
+    tl.store(at + COLUMNS_OF_X, (wide - high.to(tl.float32)).to(tl.bfloat16), mask=inside)
