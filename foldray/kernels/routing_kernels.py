@@ -12,7 +12,7 @@ from triton import language as tl
 
 @triton.jit
 def _scores(x, inside, SIGMOID: tl.constexpr):
-    """Return the log-sum-exp of each row, softmax, the scores that are compared, those of the balance, and the sums of the former.
+    """Return the log-sum-exp of each row, softmax, the scores that are compared, those of the balance, and sums of scores.
 
     `x` is −inf outside.
     """
@@ -44,7 +44,7 @@ def gate(
     inside = (s < S)[:, None] & (e < E)
     x = tl.load(logits + t[:, None] * E + e, mask=inside, other=float("-inf"))
     x = tl.where((s < S)[:, None], x, 0.0)  # no token has finite sums, which are left out below
-    lse, softmax, score, balance, _ = _scores(x, inside, SIGMOID)
+    lse, _, score, balance, _ = _scores(x, inside, SIGMOID)
     value = x if LAST else score
     ranked = value if LAST else value + tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
     # NaN is the largest, as in torch's top-k. What is taken, and what is no expert, is below all else.

@@ -74,6 +74,17 @@ def test_gate(through_kernels, name: str, size: tuple[int, ...]) -> None:
 
 
 @needs_kernels
+def test_sums_of_many_programs(through_kernels) -> None:
+    """There are so many programs that their sums are added up in several turns."""
+    logits_TE = values(7 * 600, 1000)
+    got = routing.gate(logits_TE, values(1000, seed=2), 7, rule_of(RouterSpec(), 2))
+    want = expected(logits_TE.double(), values(1000, seed=2).double(), 7, 2, RouterSpec())
+    assert torch.equal(got.count_BE, want[2])
+    torch.testing.assert_close(got.score_BE.double(), want[3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.z.double(), want[4], rtol=1e-5, atol=0.0)
+
+
+@needs_kernels
 def test_of_equal_scores_the_first_are_chosen(through_kernels) -> None:
     logits_TE = torch.zeros(3, 12, device=DEVICE)
     logits_TE[1, 7] = 1.0
@@ -150,7 +161,7 @@ def assignments(tokens: int, topk: int, experts: int, busy: bool) -> torch.Tenso
     return (order + (experts - some) // 2).to(DEVICE)
 
 
-SORTED = [(1, 1, 1, False), (5, 2, 4, False), (100, 3, 7, True), (65, 8, 130, False), (33, 2, 1000, True), (0, 2, 4, False)]
+SORTED = [(1, 1, 1, False), (5, 2, 4, False), (100, 3, 7, True), (65, 8, 130, False), (33, 2, 1000, True), (0, 2, 4, False), (6000, 3, 5, False)]
 """Tokens, experts of a token, experts, and whether most experts are idle."""
 
 

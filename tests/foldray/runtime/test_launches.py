@@ -1,4 +1,4 @@
-"""How many kernels the ops of a step launch with our own kernels, and that steps with them have the gradients of those without."""
+"""How many kernels the ops of a step launch with our own ones, and that steps with them have the gradients of those without."""
 
 from __future__ import annotations
 
