@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,6 +153,66 @@ def _rotated(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, back: bool) -> Tens
     tensors, strides = (x_BSND, cos_SD, sin_SD, out_BSND), x_BSND.stride()[:3]
     launch("rotate", grid, *tensors, *strides, heads, width // 2, back, together, columns)
     return out_BSND
+
+
+class Heads(NamedTuple):
+    """The heads of a product, side by side in this order: N of queries, G of keys, G of values, all D wide."""
+
+    queries: int
+    keys: int
+    width: int
+
+    @property
+    def count(self) -> int:
+        return self.queries + 2 * self.keys
+
+
+def split_rotate(
+    x_BSW: Tensor, bias_W: Tensor | None, cos_SR: Tensor, sin_SR: Tensor, heads: Heads, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a bias to a product, and split it into heads: [B, S, N, D], and twice [B, S, G, D], none of which is a view of it.
+
+    The pairs (i, i + R/2) of queries and keys are rotated by tables [S, R/2]. Columns from R on stay as they are. Queries are
+    scaled.
+    """
+    return _SplitRotate.apply(x_BSW, bias_W, cos_SR, sin_SR, heads, scale)
+
+
+class _SplitRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSW: Tensor, bias_W: Tensor | None, cos_SR: Tensor, sin_SR: Tensor, heads: Heads, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_BSW, cos_SR, sin_SR = _rows(x_BSW), cos_SR.contiguous(), sin_SR.contiguous()
+        batch, positions = x_BSW.shape[:2]
+        q, k, v = (x_BSW.new_empty(batch, positions, n, heads.width) for n in (heads.queries, heads.keys, heads.keys))
+        grid, constants = _over_heads(batch, positions, heads, cos_SR)
+        tensors = (x_BSW, bias_W, cos_SR, sin_SR, q, k, v)
+        launch("split_rotate", grid, *tensors, *x_BSW.stride()[:2], scale, *constants)
+        ctx.save_for_backward(cos_SR, sin_SR)
+        ctx.heads, ctx.scale, ctx.bias = heads, scale, None if bias_W is None else bias_W.dtype
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos_SR, sin_SR = ctx.saved_tensors
+        parts, heads = [_rows(gradient) for gradient in gradients], ctx.heads
+        batch, positions = parts[0].shape[:2]
+        dx_BSW = parts[0].new_empty(batch, positions, heads.count * heads.width)
+        grid, constants = _over_heads(batch, positions, heads, cos_SR)
+        strides = [stride for part in parts for stride in part.stride()[:3]]
+        launch("split_rotate_backward", grid, *parts, cos_SR, sin_SR, dx_BSW, *strides, ctx.scale, *constants)
+        dbias_W = None if ctx.bias is None else dx_BSW.sum((0, 1), dtype=torch.float32).to(ctx.bias)
+        return dx_BSW, dbias_W, None, None, None, None
+
+
+def _over_heads(batch: int, positions: int, heads: Heads, cos_SR: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the grid over positions, runs of heads and sequences, and the constants of kernels for them."""
+    columns = power_of_two(heads.width)
+    together = min(power_of_two(heads.count), max(1, 2 * BLOCK // columns))
+    constants = (*heads, cos_SR.shape[1], together, columns)
+    return (positions, blocks(heads.count, together), batch), constants
 
 
 @cache

@@ -2,8 +2,8 @@
 
 Every function is deterministic: programs write partial sums, which one more kernel adds up in a fixed order.
 
-Legend: B sequences, s positions of a piece, T = B · s tokens, K experts per token, E experts, M = T · K assignments, N rows, P programs
-of a sequence.
+Legend: B sequences, s positions of a piece, T = B · s tokens, K experts per token, E experts, M = T · K assignments, N rows, P
+programs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Gate(torch.autograd.Function):
         ctx: Any, _: Any, dweight_TK: Tensor | None, __: Any, dscore_BE: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
         logits_TE, expert_TK = ctx.saved_tensors
-        (tokens, experts), length = logits_TE.shape, logits_TE.shape[0] // ctx.sequences
+        experts, length = logits_TE.shape[1], logits_TE.shape[0] // ctx.sequences
         dlogits_TE = torch.empty_like(logits_TE)
         together, constants = _tiles(experts, ctx.rule)
         slopes = [
@@ -109,7 +109,7 @@ class _Gate(torch.autograd.Function):
 
 
 def sort(expert_TK: Tensor, keep_TK: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token_M, position_TK and count_E as `permutation.sort_by_expert` does. Only as many tokens count as there are rows."""
+    """Do as `permutation.sort_by_expert`, but return a token for every assignment. Those behind the rows are any numbers."""
     token_M = torch.empty(expert_TK.numel(), dtype=torch.int64, device=expert_TK.device)
     position_TK, count_E = _place(expert_TK, keep_TK, experts, token_M, None)
     return token_M, position_TK, count_E

@@ -2,8 +2,8 @@
 # (Triton evaluates every annotation of a kernel, so only the constants have one.)
 """The kernels of `routing.py`, written in Triton. Only a launch imports this module. Triton compiles a kernel at its first one.
 
-Tensors come first, then sizes. Constants in capitals with a type are known when a kernel is compiled. For numbers of tokens, kernels
-are not compiled anew.
+Tensors come first, then sizes. Constants in capitals with a type are known when a kernel is compiled. For other numbers of
+tokens, no kernel is compiled anew.
 """
 
 import triton

@@ -161,7 +161,15 @@ def assignments(tokens: int, topk: int, experts: int, busy: bool) -> torch.Tenso
     return (order + (experts - some) // 2).to(DEVICE)
 
 
-SORTED = [(1, 1, 1, False), (5, 2, 4, False), (100, 3, 7, True), (65, 8, 130, False), (33, 2, 1000, True), (0, 2, 4, False), (6000, 3, 5, False)]
+SORTED = [
+    (1, 1, 1, False),
+    (5, 2, 4, False),
+    (100, 3, 7, True),
+    (65, 8, 130, False),
+    (33, 2, 1000, True),
+    (0, 2, 4, False),
+    (6000, 3, 5, False),
+]
 """Tokens, experts of a token, experts, and whether most experts are idle."""
 
 
