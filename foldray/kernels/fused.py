@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+MOST_NORMED = 8192  # columns of a row that one program norms
+_PROGRAMS = 512  # of the backward of a norm: about four for each multiprocessor of an H100
+
 BLOCK = 1024  # columns that one program of four warps computes: 16 bytes per thread and tensor in bfloat16
 
 
@@ -215,6 +218,35 @@ def _over_heads(batch: int, positions: int, heads: Heads, cos_SR: Tensor) -> tup
     return (positions, blocks(heads.count, together), batch), constants
 
 
+def norm_beside(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return RMSNorm over the last axis, of at most `MOST_NORMED` columns, and x itself.
+
+    Backward gets the gradients of both, and adds them up in the kernel that differentiates the norm.
+    """
+    return _NormBeside.apply(x, weight_H, eps)
+
+
+class _NormBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, rstd = torch.ops.aten._fused_rms_norm(x, weight_H.shape, weight_H, eps)
+        ctx.save_for_backward(x, weight_H, rstd)
+        return normed, x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, beside: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_H, rstd = ctx.saved_tensors
+        dy, x, beside, rstd = (each.contiguous() for each in (dy, x, beside, rstd))
+        rows, hidden, columns = rstd.numel(), weight_H.numel(), power_of_two(weight_H.numel())
+        dx, dweight_H, programs = torch.empty_like(x), torch.empty_like(weight_H), min(rows, _PROGRAMS)
+        partial_PH = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+        tensors = (dy, x, weight_H, rstd, beside, dx, partial_PH)
+        launch("rms_norm_backward", (programs,), *tensors, rows, hidden, columns, warps=8 if columns > 2 * BLOCK else 4)
+        launch("sum_columns", (blocks(hidden, 32),), partial_PH, dweight_H, programs, hidden, 64, 32)
+        return dx, dweight_H, None
+
+
 @cache
 def has_triton() -> bool:
     """Whether Triton is there, and what it compiles the starters of its kernels with: a C compiler and Python's headers."""
@@ -223,7 +255,7 @@ def has_triton() -> bool:
     return compiler and headers and find_spec("triton") is not None
 
 
-def launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any, module: str = "fused_kernels") -> None:
+def launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any, module: str = "fused_kernels", warps: int = 4) -> None:
     """Run a kernel on the device of its first tensor, once for each point of the grid, which may have none.
 
     No kernel takes a number of rows that Triton would compile it anew for.
@@ -231,7 +263,7 @@ def launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any, modu
     kernels = import_module(f"foldray.kernels.{module}")  # imports Triton, which not every machine has
     if all(grid):
         with torch.cuda.device_of(first):
-            getattr(kernels, kernel)[grid](first, *others, num_warps=4)
+            getattr(kernels, kernel)[grid](first, *others, num_warps=warps)
 
 
 def _rows(tensor: Tensor) -> Tensor:

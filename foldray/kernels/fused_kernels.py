@@ -190,3 +190,37 @@ def split_rotate_backward(
     turned = own * cosine + tl.where(d < HALF, pair, -pair) * sine
     turned = tl.where(h < N, turned * SCALE, turned)
     tl.store(dx + ((b * length + s) * (N + 2 * G) + h) * D + d, turned, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def rms_norm_backward(dy, x, weight, rstd, beside, dx, partial, ROWS, H, COLUMNS: tl.constexpr):
+    """Each program has every so many rows, and the sum of their gradients of the weight."""
+    c = tl.arange(0, COLUMNS)
+    inside = c < H
+    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    row = tl.program_id(0)
+    while row < ROWS:
+        at = row.to(tl.int64) * H + c
+        scale = tl.load(rstd + row).to(tl.float32)
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        slope = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        total += slope * normed
+        slope *= w
+        gradient = scale * (slope - normed * (tl.sum(slope * normed, axis=0) / H))
+        gradient += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, gradient, mask=inside)
+        row += tl.num_programs(0)
+    tl.store(partial + tl.program_id(0) * H + c, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def sum_columns(partial, out, ROWS, H, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr):
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((TOGETHER, COLUMNS), tl.float32)
+    row = 0
+    while row < ROWS:
+        r = row + tl.arange(0, TOGETHER)[:, None]
+        total += tl.load(partial + r * H + c, mask=(r < ROWS) & (c < H), other=0.0)
+        row += TOGETHER
+    tl.store(out + c, tl.sum(total, axis=0)[None, :], mask=c < H)

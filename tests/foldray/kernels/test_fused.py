@@ -6,17 +6,19 @@ python -m pytest -o addopts= --noconftest tests/foldray/kernels/test_fused.py   
 
 from __future__ import annotations
 
+import copy
 import os
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from foldray.blueprint import RopeSpec
+from foldray.blueprint import ModelSpec, RopeSpec
 from foldray.kernels import attention, fused
 from foldray.kernels.activations import GATED_SILU
 from foldray.kernels.permutation import combine, permute
 from foldray.model.attention import rotate, rotation
+from foldray.model.layers import Norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -249,3 +251,25 @@ def test_rotation_keeps_only_the_tables(through_kernels):
     out_BSND = rotate(values(1, 5, 2, 8, dtype=torch.bfloat16).requires_grad_(), turn)
     kept = [tensor.data_ptr() for tensor in out_BSND.grad_fn.saved_tensors]
     assert kept == [table.data_ptr() for table in turn[:2]]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 10), (1, 1, 1), (5, 130, 40), (1, 2, 4100), (1, 0, 8)], ids=str)
+@pytest.mark.parametrize("view", ["whole", "gapped"])
+def test_norm_beside(through_kernels, dtype, shape, view):
+    """The gradient of x is that of its norm and that of x itself. There are more rows than programs in one case."""
+    x, dy, beside = (values(*shape, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    norm, dy = Norm(ModelSpec(preset="tiny", hidden=shape[-1])).to(DEVICE, dtype), VIEWS[view](dy)
+    with torch.no_grad():
+        norm.weight.copy_(values(shape[-1], seed=4))
+    found = []
+    for source, layer in ((x, norm), (x.double(), copy.deepcopy(norm).double())):
+        normed, same = layer.beside(source.requires_grad_())
+        assert torch.equal(same, source)
+        gradients = torch.autograd.grad([normed, same], [source, layer.weight], [dy.to(normed.dtype), beside.to(source.dtype)])
+        found.append((normed, *gradients))
+    (normed, dx, dweight), (want, dwant, dwant_weight) = found
+    check(normed, want, atol=1e-5)
+    check(dx, dwant, atol=1e-4)
+    check(dweight, dwant_weight, atol=1e-3)  # sums over rows that may cancel
