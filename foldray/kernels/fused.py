@@ -166,7 +166,7 @@ class Heads(NamedTuple):
     width: int
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return self.queries + 2 * self.keys
 
 
@@ -202,7 +202,7 @@ class _SplitRotate(torch.autograd.Function):
         cos_SR, sin_SR = ctx.saved_tensors
         parts, heads = [_rows(gradient) for gradient in gradients], ctx.heads
         batch, positions = parts[0].shape[:2]
-        dx_BSW = parts[0].new_empty(batch, positions, heads.count * heads.width)
+        dx_BSW = parts[0].new_empty(batch, positions, heads.total * heads.width)
         grid, constants = _over_heads(batch, positions, heads, cos_SR)
         strides = [stride for part in parts for stride in part.stride()[:3]]
         launch("split_rotate_backward", grid, *parts, cos_SR, sin_SR, dx_BSW, *strides, ctx.scale, *constants)
@@ -213,9 +213,9 @@ class _SplitRotate(torch.autograd.Function):
 def _over_heads(batch: int, positions: int, heads: Heads, cos_SR: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the grid over positions, runs of heads and sequences, and the constants of kernels for them."""
     columns = power_of_two(heads.width)
-    together = min(power_of_two(heads.count), max(1, 2 * BLOCK // columns))
+    together = min(power_of_two(heads.total), max(1, 2 * BLOCK // columns))
     constants = (*heads, cos_SR.shape[1], together, columns)
-    return (positions, blocks(heads.count, together), batch), constants
+    return (positions, blocks(heads.total, together), batch), constants
 
 
 def norm_beside(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,9 @@ def has_triton() -> bool:
     return compiler and headers and find_spec("triton") is not None
 
 
-def launch(kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any, module: str = "fused_kernels", warps: int = 4) -> None:
+def launch(
+    kernel: str, grid: tuple[int, ...], first: Tensor, *others: Any, module: str = "fused_kernels", warps: int = 4
+) -> None:
     """Run a kernel on the device of its first tensor, once for each point of the grid, which may have none.
 
     No kernel takes a number of rows that Triton would compile it anew for.

@@ -12,9 +12,11 @@ from unittest import mock
 
 import torch
 
-from foldray.blueprint import ModelSpec, RouterSpec
+from foldray.blueprint import ModelSpec, RopeSpec, RouterSpec
 from foldray.kernels import autograd, fused, routing
 from foldray.kernels.permutation import pad_by_expert, sort_by_expert
+from foldray.model.attention import rotate, rotation
+from foldray.model.layers import Norm
 from foldray.moe.router import TopKGate, scores
 from tests.gpu.report import Report, milliseconds
 
@@ -46,6 +48,57 @@ def run(report: Report) -> None:
     for experts, hidden, width in ((128, 2048, 1536), (16, 2048, 1536), (64, 2048, 2816)):
         sizes = experts, hidden, width
         report.check("fused", "sums of {} experts, {} × {}".format(*sizes), lambda s=sizes: add_groups(machine, *s))
+    for name, heads in HEADS.items():
+        report.check("fused", f"split and rotation, {name}", lambda h=heads: split_rotate(machine, TOKENS, h))
+    for hidden in (2048, 4096, 7168):
+        report.check("fused", f"norm beside a residual stream, {hidden}", lambda h=hidden: norm(machine, TOKENS, h))
+
+
+HEADS = {"32 heads, 8 of keys, 128 wide": fused.Heads(32, 8, 128), "64 heads, 4 of keys, 64 wide": fused.Heads(64, 4, 64)}
+
+
+def split_rotate(machine: Machine, tokens: int, heads: fused.Heads, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Compare queries, keys, values and gradients with float64, with a bias. Torch's path has our own rotation."""
+    x = _random(machine, 1, tokens, heads.total * heads.width).to(dtype).requires_grad_()
+    bias = _random(machine, heads.total * heads.width).to(dtype).requires_grad_()
+    turn = rotation(torch.arange(tokens, device=machine.device), RopeSpec(heads.width, 1e6, False), dtype)
+    sizes = heads.queries, heads.keys, heads.keys
+    slopes = [_random(machine, 1, n, tokens, heads.width).to(dtype).transpose(1, 2) for n in sizes]
+
+    def ours() -> list[torch.Tensor]:
+        outs = fused.split_rotate(x, bias, turn.cos_SR, turn.sin_SR, heads)
+        return [*outs, *torch.autograd.grad(outs, (x, bias), slopes)]
+
+    def plain(x: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        parts = (x + bias).split([n * heads.width for n in sizes], -1)
+        q, k, v = (part.unflatten(-1, (-1, heads.width)) for part in parts)
+        outs = [rotate(q, turn), rotate(k, turn), v.contiguous()]
+        return [*outs, *torch.autograd.grad(outs, (x, bias), [slope.to(x.dtype) for slope in slopes])]
+
+    wide = plain(*(each.detach().double().requires_grad_() for each in (x, bias)))
+    pairs = dict(zip(("q", "k", "v", "dx", "dbias"), zip(ours(), wide, strict=True), strict=True))
+    return {**_near(pairs, 1e-2), "ours": machine.timed(ours), "torch": machine.timed(lambda: plain(x, bias))}
+
+
+def norm(machine: Machine, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Compare a norm beside a residual stream with float64, and with torch's norm."""
+    layer = Norm(ModelSpec(preset="tiny", hidden=hidden)).to(machine.device, dtype)
+    with torch.no_grad():
+        layer.weight.copy_(_random(machine, hidden))
+    x, *slopes = (_random(machine, tokens, hidden).to(dtype) for _ in range(3))
+    x.requires_grad_()
+
+    def ours() -> list[torch.Tensor]:
+        outs = fused.norm_beside(x, layer.weight, layer.eps)
+        return [*outs, *torch.autograd.grad(outs, (x, layer.weight), slopes)]
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        outs = torch.nn.functional.rms_norm(x, weight.shape, weight, layer.eps), x.view_as(x)
+        return [*outs, *torch.autograd.grad(outs, (x, weight), [slope.to(x.dtype) for slope in slopes])]
+
+    wide = plain(*(each.detach().double().requires_grad_() for each in (x, layer.weight)))
+    pairs = dict(zip(("y", "x", "dx", "dweight"), zip(ours(), wide, strict=True), strict=True))
+    return {**_near(pairs, 1e-2), "ours": machine.timed(ours), "torch": machine.timed(lambda: plain(x, layer.weight))}
 
 
 def gate(machine: Machine, spec: RouterSpec, tokens: int, experts: int, topk: int) -> dict[str, float]:

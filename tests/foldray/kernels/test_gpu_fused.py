@@ -10,6 +10,7 @@ import torch
 
 from foldray.blueprint import RouterSpec
 from foldray.kernels import routing
+from foldray.kernels.fused import Heads
 from tests.foldray.kernels.test_fused import INTERPRETED
 from tests.foldray.launches import with_kernels
 from tests.gpu import fused
@@ -47,4 +48,6 @@ def test_others() -> None:
     with with_kernels():
         assert fused.sort(MACHINE, 50, 8, 2).keys() == {"ours", "torch"}
         assert fused.halves(MACHINE, 50, 8).keys() == {"sum", "ours", "torch"}
+        assert fused.split_rotate(MACHINE, 9, Heads(3, 1, 8)).keys() == {"q", "k", "v", "dx", "dbias", "ours", "torch"}
+        assert fused.norm(MACHINE, 9, 40).keys() == {"y", "x", "dx", "dweight", "ours", "torch"}
         assert fused.add_groups(MACHINE, 7, 3, 5).keys() == {"ours", "torch, all"}
