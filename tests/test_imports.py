@@ -116,8 +116,8 @@ def _not_for_the_engine(source: tuple[str, ...], package: str, inside: bool) -> 
         return None if inside else "an optional package is imported inside the function that uses it"
     if package == "argcomplete" and source[1:] == ("cli", "completion.py"):
         return None if inside else "an optional package is imported inside the function that uses it"
-    if package == "triton" and source[1:] == ("kernels", "fused_kernels.py"):
-        return None  # a module that the first launch imports
+    if package == "triton" and source[1:] in (("kernels", "fused_kernels.py"), ("kernels", "routing_kernels.py")):
+        return None  # modules that the first launch imports
     if package == "torch" and here in WITHOUT_TORCH:
         return "this floor does without torch"
     if package in ENGINE_IMPORTS or package in sys.stdlib_module_names:
@@ -335,7 +335,8 @@ def run(python: Path | str, source: str, *options: str) -> str:
 
 def test_foldray_runs_where_only_torch_and_its_like_are(bare_python):
     dotted = (path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in modules())
-    left_out = {"foldray.__main__", "foldray.kernels.fused_kernels"}  # the latter is imported where Triton is
+    triton = {"foldray.kernels.fused_kernels", "foldray.kernels.routing_kernels"}  # imported where it is
+    left_out = {"foldray.__main__", *triton}
     names = [name for name in dotted if name.split(".")[0] == "foldray" and name not in left_out]
     source = f"""
         import importlib, importlib.util

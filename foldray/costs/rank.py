@@ -143,7 +143,8 @@ class RankCosts(AttentionParts, MixtureParts):
 
     def waits(self, kind: str, back: bool) -> bool:
         """Whether the host must know how many rows a dispatch has before it can issue it."""
-        return kind == DISPATCH and not back and not self.model.router.pad
+        leaves = self.fold.ep * self.fold.etp > 1 or self.job.dispatch == "rank"
+        return leaves and kind == DISPATCH and not back and not self.model.router.pad
 
     def lacking(self, price: Price) -> float:
         """Return how many seconds longer the host takes to issue an op than the GPU takes to run it."""

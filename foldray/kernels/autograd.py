@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from foldray.kernels import fused
+
 
 def keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return `compute(*inputs)`, and keep only the inputs for backward. Backward calls `compute` again first."""
@@ -105,11 +107,18 @@ class _WideProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor]:
         x_TH, weight_HE = ctx.saved_tensors
-        high_TE = gradient_TE.bfloat16()
-        both_TE = torch.cat((high_TE, (gradient_TE - high_TE).bfloat16()), dim=1)
+        both_TE = _halves(gradient_TE)
         dx_TH = both_TE @ torch.cat((weight_HE, weight_HE), dim=1).t()
         high_HE, low_HE = torch.mm(x_TH.t(), both_TE, out_dtype=torch.float32).chunk(2, dim=1)
         return dx_TH, (high_HE + low_HE).to(weight_HE.dtype)
+
+
+def _halves(x_TE: Tensor) -> Tensor:
+    """Split float32 numbers into sums of two bfloat16 numbers, side by side: [T, E] → [T, 2 · E]."""
+    if fused.fits(x_TE):
+        return fused.halves(x_TE)
+    high_TE = x_TE.bfloat16()
+    return torch.cat((high_TE, (x_TE - high_TE).bfloat16()), dim=1)
 
 
 Add = Callable[[Tensor], None]

@@ -21,8 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from foldray.blueprint.grouping import CAPABILITIES, in_groups, summed_in_groups
+from foldray.kernels import fused
 from foldray.kernels.activations import kernel_of
 from foldray.kernels.autograd import ByHand, Leave, add_product, by_hand
+from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.transfer import to_device
 
 Kind = Literal["loop", "grouped"]
@@ -34,11 +37,6 @@ Gradients = tuple[Tensor, Tensor | None, Tensor | None, None, None, None, Tensor
 
 # Up to this many multiply-adds per expert, starting a product takes longer than the product itself.
 SMALL_PRODUCT = 1 << 21
-
-# From this many weights per expert on, a GPU sums gradients of weights faster in one product after another that adds to the sum,
-# than in a grouped product and a sum (H100: 8 experts of 4096 × 28672, 4096 rows, 4.1 and 5.7 ms; 128 of 2048 × 1536, 16384
-# rows, 3.6 and 2.0 ms).
-SUMMING_PRODUCT = 1 << 23
 
 _NARROWEST = 8  # columns of a grouped product's factor: rows of bfloat16 must have a multiple of 16 bytes
 
@@ -54,7 +52,7 @@ def reference_ffn(
 
 def expert_ffn(
     x_NH: Tensor,
-    counts: list[int],
+    rows: ExpertRows | list[int],
     up_EHW: Tensor,
     down_EFH: Tensor,
     ffn: str,
@@ -66,28 +64,37 @@ def expert_ffn(
 
     Args:
         x_NH: rows sorted by expert.
-        counts: number of rows of each expert, which may be zero; the numbers sum to N.
+        rows: number of rows of each expert, which may be zero; the numbers sum to N. The host does not ask for them where grouped
+            products read them on the device.
         kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
         leave: leaves the gradients of both weights for later (`Later.leaver`). None, or the kind "loop", computes them with
             those of the rows. Biases get their gradients at once.
 
     Returns:
         y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
+
+    Raises:
+        ValueError: the host knows the numbers, and they do not fit.
     """
-    if len(counts) != up_EHW.shape[0] or sum(counts) != x_NH.shape[0]:
-        raise ValueError(f"counts {counts} must be {up_EHW.shape[0]} numbers, one per expert, and sum to {x_NH.shape[0]} rows")
+    rows = rows if isinstance(rows, ExpertRows) else ExpertRows.of(rows)
+    _check(rows, up_EHW.shape[0], x_NH.shape[0])
     if kind == "grouped":
         function = _implementation(x_NH, up_EHW.shape[0], down_EFH.shape[1])
-        return function.apply(x_NH.contiguous(), up_EHW, down_EFH, counts, ffn, leave, *biases)
+        return function.apply(x_NH.contiguous(), up_EHW, down_EFH, rows, ffn, leave, *biases)
     # unbind instead of [e], because the gradient of E selections would be E tensors of the size of all experts.
-    rows = ([None] * len(counts) if bias is None else bias.unbind() for bias in biases)
-    experts = zip(x_NH.split(counts), up_EHW.unbind(), down_EFH.unbind(), *rows, strict=True)
+    each = ([None] * len(rows.counts) if bias is None else bias.unbind() for bias in biases)
+    experts = zip(x_NH.split(rows.counts), up_EHW.unbind(), down_EFH.unbind(), *each, strict=True)
     return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *bias) for x_nH, up_HW, down_FH, *bias in experts])
+
+
+def _check(rows: ExpertRows, experts: int, total: int) -> None:
+    if rows.are_known and (len(rows.counts) != experts or sum(rows.counts) != total):
+        raise ValueError(f"counts {rows.counts} must be {experts} numbers, one per expert, and sum to {total} rows")
 
 
 def expert_ffn_by_hand(
     x_NH: Tensor,
-    counts: list[int],
+    rows: ExpertRows,
     up: nn.Parameter,
     down: nn.Parameter,
     ffn: str,
@@ -96,9 +103,10 @@ def expert_ffn_by_hand(
 ) -> ByHand:
     """Do as `expert_ffn` of the kind "grouped", but without autograd."""
     parameters = up, down, *flat_biases
-    biases = (None if bias is None else bias.view(len(counts), -1) for bias in flat_biases)
+    _check(rows, len(up), len(x_NH))
+    biases = (None if bias is None else bias.view(len(up), -1) for bias in flat_biases)
     function = _implementation(x_NH, up.shape[0], down.shape[1])
-    y_NH, backward = by_hand(function, x_NH.contiguous(), up, down, counts, ffn, leave, *biases)
+    y_NH, backward = by_hand(function, x_NH.contiguous(), up, down, rows, ffn, leave, *biases)
 
     def differentiate(dy_NH: Tensor) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
         dx_NH, dup, ddown, _, _, _, *dbiases = backward(dy_NH)
@@ -117,27 +125,40 @@ def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autogr
     """
     rows, hidden = x_NH.shape
     if x_NH.device.type == "cuda":
-        # The CUDA kernel takes only bfloat16, and rows of a multiple of 16 bytes. For one expert, plain products are faster.
-        fits = rows > 0 and experts > 1 and x_NH.dtype == torch.bfloat16 and hidden % 8 == 0 and inner % 8 == 0
-        return _Grouped if fits else _PerExpert
+        return _on_gpus(x_NH, experts, inner) if has_grouped_products(x_NH.device) else _PerExpert
     small = experts > 1 and 0 < rows * hidden * inner < SMALL_PRODUCT * experts
     aligned = hidden * x_NH.element_size() % 16 == 0 and inner * x_NH.element_size() % 16 == 0
     return _Grouped if small and aligned and x_NH.dtype in (torch.float32, torch.bfloat16) else _PerExpert
 
 
+def _on_gpus(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
+    fits = x_NH.shape[0] > 0 and x_NH.dtype == torch.bfloat16 and in_groups(experts, x_NH.shape[1], inner)
+    return _Grouped if fits else _PerExpert
+
+
+def has_grouped_products(device: torch.device) -> bool:
+    """Whether torch has a kernel of grouped products for a GPU. It reads on the device where the rows of each expert end."""
+    return torch.cuda.get_device_capability(device)[0] in CAPABILITIES
+
+
 class _Grouped(torch.autograd.Function):
-    """Computes all experts in one grouped product for each matrix."""
+    """Computes all experts in one grouped product for each matrix.
+
+    The device reads where the rows of each expert end. Behind the last one's, there may be rows of nobody. Their results are any
+    numbers, so nothing is summed over all rows.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None,
+        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, rows: ExpertRows, ffn: str, leave: Leave | None,
         up_EW: Tensor | None, down_EH: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ends_E = to_device(list(accumulate(counts)), x_NH.device, torch.int32)
-        up_NW = _with_bias(F.grouped_mm(x_NH, up_EHW, offs=ends_E), up_EW, counts)
-        ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
+        ends_E = rows.ends(x_NH.device)
+        expert_N = None if up_EW is None and down_EH is None else _experts_of(ends_E, len(x_NH))
+        up_NW = _with_bias(F.grouped_mm(x_NH, up_EHW, offs=ends_E), up_EW, expert_N)
+        ctx.rows, ctx.ffn, ctx.leave = rows, ffn, leave
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E, up_EW, down_EH)
-        return _with_bias(F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E), down_EH, counts)
+        return _with_bias(F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E), down_EH, expert_N)
 
     @staticmethod
     @once_differentiable
@@ -147,23 +168,20 @@ class _Grouped(torch.autograd.Function):
         dy_NH = dy_NH.contiguous()  # grouped_mm refuses expanded gradients
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
         h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
-        dx_NH, counts = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E), ctx.counts
+        dx_NH, rows = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E), ctx.rows
 
         def product(a_NI: Tensor, b_NO: Tensor) -> Tensor:
-            gradient_EIO = F.grouped_mm(a_NI.t(), b_NO, offs=ends_E)
-            _zero_idle(counts, gradient_EIO)
-            return gradient_EIO
+            return _without_idle(F.grouped_mm(a_NI.t(), b_NO, offs=ends_E), ends_E)
 
         dup_EW, ddown_EH = (bias_EO if bias_EO is None else product(dy_NH.new_ones(len(dy_NH), _NARROWEST), rows_NO)[:, 0]
                             for bias_EO, rows_NO in zip(biases, (dup_NW, dy_NH), strict=True))  # fmt: skip
 
         def add(total_EIO: Tensor, a_NI: Tensor, b_NO: Tensor) -> None:
-            if total_EIO.is_cuda and total_EIO[0].numel() >= SUMMING_PRODUCT:
-                for sum_IO, a_nI, b_nO in zip(total_EIO, a_NI.split(counts), b_NO.split(counts), strict=True):
-                    if len(a_nI):
-                        add_product(sum_IO, a_nI.t(), b_nO)
+            if total_EIO.is_cuda and not summed_in_groups(total_EIO[0].numel()):
+                for e, start, stop in _runs(rows.counts):
+                    add_product(total_EIO[e], a_NI[start:stop].t(), b_NO[start:stop])
             else:
-                total_EIO += product(a_NI, b_NO)
+                _add_groups(total_EIO, F.grouped_mm(a_NI.t(), b_NO, offs=ends_E), ends_E)
 
         if ctx.leave is None:
             return dx_NH, product(x_NH, dup_NW), product(h_NF, dy_NH), None, None, None, dup_EW, ddown_EH
@@ -180,17 +198,17 @@ class _PerExpert(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, counts: list[int], ffn: str, leave: Leave | None,
+        ctx: Any, x_NH: Tensor, up_EHW: Tensor, down_EFH: Tensor, rows: ExpertRows, ffn: str, leave: Leave | None,
         up_EW: Tensor | None, down_EH: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        y_NH, saved, activate = torch.empty_like(x_NH), [], kernel_of(ffn).forward
-        for e, rows, padded in _spans(x_NH, counts):
-            up_nW = _mm(_pad(x_NH[rows], padded), up_EHW[e])
+        y_NH, saved, activate, counts = torch.empty_like(x_NH), [], kernel_of(ffn).forward, rows.counts
+        for e, own, padded in _spans(x_NH, counts):
+            up_nW = _mm(_pad(x_NH[own], padded), up_EHW[e])
             if up_EW is not None:
                 up_nW += up_EW[e]
-            _mm(activate(up_nW), down_EFH[e], out=y_NH[rows])
+            _mm(activate(up_nW), down_EFH[e], out=y_NH[own])
             if down_EH is not None:
-                y_NH[rows] += down_EH[e]
+                y_NH[own] += down_EH[e]
             saved.append(up_nW)
         ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
         ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_EW, down_EH, *saved)
@@ -228,11 +246,33 @@ class _PerExpert(torch.autograd.Function):
         return dx_NH, None, None, None, None, None, dup_EW, ddown_EH
 
 
-def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, counts: list[int]) -> Tensor:
-    if bias_EO is None:
-        return rows_NO
-    count_E = to_device(counts, rows_NO.device, torch.int64)
-    return rows_NO.add_(bias_EO.repeat_interleave(count_E, dim=0, output_size=len(rows_NO)))
+def _experts_of(ends_E: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row. Rows of nobody get the last one, so that the number exists."""
+    row_N = torch.arange(rows, dtype=torch.int32, device=ends_E.device)
+    return torch.searchsorted(ends_E, row_N, right=True).clamp_max_(len(ends_E) - 1)
+
+
+def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, expert_N: Tensor | None) -> Tensor:
+    return rows_NO if bias_EO is None or expert_N is None else rows_NO.add_(bias_EO[expert_N])
+
+
+def _without_idle(gradient_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Fill the gradients of experts without rows with zeros, where grouped products leave any numbers there."""
+    if _fills_idle(gradient_EIO):
+        return gradient_EIO
+    return gradient_EIO.masked_fill_((ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None], 0.0)
+
+
+def _add_groups(total_EIO: Tensor, gradient_EIO: Tensor, ends_E: Tensor) -> None:
+    if not _fills_idle(gradient_EIO) and fused.fits(total_EIO, gradient_EIO):
+        fused.add_groups(total_EIO, gradient_EIO, ends_E)
+    else:
+        total_EIO += _without_idle(gradient_EIO, ends_E)
+
+
+def _fills_idle(gradient_EIO: Tensor) -> bool:
+    """Whether grouped products fill the gradients of experts without rows with zeros. On GPUs of capability 10, they do not."""
+    return not gradient_EIO.is_cuda
 
 
 _Factors = tuple[int, Tensor, Tensor]
@@ -254,13 +294,18 @@ def _zero_idle(counts: list[int], *grads: Tensor) -> None:
             grad.index_fill_(0, idle_I, 0.0)
 
 
+def _runs(counts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (expert, its first row, the row behind its last one) for every expert that has rows."""
+    for e, (n, stop) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        if n:
+            yield e, stop - n, stop
+
+
 def _spans(x_NH: Tensor, counts: list[int]) -> Iterator[tuple[int, slice, int]]:
     """Yield (expert, its rows, number of rows after padding) for every expert that has rows."""
-    pad, start = _onednn_multiplies(x_NH), 0
-    for e, n in enumerate(counts):
-        if n:
-            yield e, slice(start, start + n), _bucket(n) if pad else n
-        start += n
+    pad = _onednn_multiplies(x_NH)
+    for e, start, stop in _runs(counts):
+        yield e, slice(start, stop), _bucket(stop - start) if pad else stop - start
 
 
 def _bucket(n: int) -> int:

@@ -111,3 +111,116 @@ def rotate(
         sine = -sine
     tl.store(out_at, first * cosine - second * sine, mask=inside)
     tl.store(out_at + HALF, second * cosine + first * sine, mask=inside)
+
+
+@triton.jit
+def add_groups(total, gradient, ends, NUMBERS, COLUMNS: tl.constexpr):
+    e = tl.program_id(1).to(tl.int64)
+    if tl.load(ends + e) > tl.load(ends + e - 1, mask=e > 0, other=0):  # else the gradient is any numbers
+        c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        at = e * NUMBERS + c
+        more = tl.load(gradient + at, mask=c < NUMBERS, other=0.0).to(tl.float32)
+        before = tl.load(total + at, mask=c < NUMBERS, other=0.0).to(tl.float32)
+        tl.store(total + at, before + more, mask=c < NUMBERS)
+
+
+@triton.jit
+def halves(x, out, COLUMNS_OF_X, COLUMNS: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = c < COLUMNS_OF_X
+    wide = tl.load(x + t * COLUMNS_OF_X + c, mask=inside, other=0.0)
+    high = wide.to(tl.bfloat16)
+    at = out + t * 2 * COLUMNS_OF_X + c
+    tl.store(at, high, mask=inside)
+    tl.store(at + COLUMNS_OF_X, (wide - high.to(tl.float32)).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def split_rotate(
+    x, bias, cos, sin, q, k, v, b_stride, s_stride, SCALE,
+    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    s, b, length = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = (h < N + 2 * G) & (d < D)
+    at = b * b_stride + s * s_stride + h * D
+    # The other column of a pair, and the angle of both. Columns behind the pairs, and values, stay as they are.
+    turns = (h < N + G) & (d < 2 * HALF)
+    other, angle = tl.where(d < HALF, d + HALF, d - HALF), s * HALF + tl.where(d < HALF, d, d - HALF)
+    own = tl.load(x + at + d, mask=inside, other=0.0).to(tl.float32)
+    pair = tl.load(x + at + other, mask=inside & turns, other=0.0).to(tl.float32)
+    if bias is not None:
+        own = (own + tl.load(bias + h * D + d, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+        more = tl.load(bias + h * D + other, mask=inside & turns, other=0.0).to(tl.float32)
+        pair = (pair + more).to(x.dtype.element_ty).to(tl.float32)
+    cosine = tl.load(cos + angle, mask=inside & turns, other=1.0)
+    sine = tl.load(sin + angle, mask=inside & turns, other=0.0)
+    turned = own * cosine + tl.where(d < HALF, -pair, pair) * sine
+    turned = tl.where(h < N, turned * SCALE, turned)
+    row = b * length + s
+    tl.store(q + (row * N + h) * D + d, turned, mask=inside & (h < N))
+    tl.store(k + (row * G + h - N) * D + d, turned, mask=inside & (h >= N) & (h < N + G))
+    tl.store(v + (row * G + h - N - G) * D + d, turned, mask=inside & (h >= N + G))
+
+
+@triton.jit
+def split_rotate_backward(
+    dq, dk, dv, cos, sin, dx, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, SCALE,
+    N: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    s, b, length = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = (h < N + 2 * G) & (d < D)
+    of_q, of_k, of_v = inside & (h < N), inside & (h >= N) & (h < N + G), inside & (h >= N + G)
+    turns = (h < N + G) & (d < 2 * HALF)
+    other, angle = tl.where(d < HALF, d + HALF, d - HALF), s * HALF + tl.where(d < HALF, d, d - HALF)
+    q_at = dq + b * q_batch + s * q_row + h.to(tl.int64) * q_head
+    k_at = dk + b * k_batch + s * k_row + (h - N).to(tl.int64) * k_head
+    v_at = dv + b * v_batch + s * v_row + (h - N - G).to(tl.int64) * v_head
+    # At most one of the three is no zero.
+    own = tl.load(q_at + d, mask=of_q, other=0.0).to(tl.float32) + tl.load(k_at + d, mask=of_k, other=0.0).to(tl.float32)
+    own += tl.load(v_at + d, mask=of_v, other=0.0).to(tl.float32)
+    pair = tl.load(q_at + other, mask=of_q & turns, other=0.0).to(tl.float32)
+    pair += tl.load(k_at + other, mask=of_k & turns, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + angle, mask=inside & turns, other=1.0)
+    sine = tl.load(sin + angle, mask=inside & turns, other=0.0)
+    turned = own * cosine + tl.where(d < HALF, pair, -pair) * sine
+    turned = tl.where(h < N, turned * SCALE, turned)
+    tl.store(dx + ((b * length + s) * (N + 2 * G) + h) * D + d, turned, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def rms_norm_backward(dy, x, weight, rstd, beside, dx, partial, ROWS, H, COLUMNS: tl.constexpr):
+    """Each program has every so many rows, and the sum of their gradients of the weight."""
+    c = tl.arange(0, COLUMNS)
+    inside = c < H
+    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    row = tl.program_id(0)
+    while row < ROWS:
+        at = row.to(tl.int64) * H + c
+        scale = tl.load(rstd + row).to(tl.float32)
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        slope = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        total += slope * normed
+        slope *= w
+        gradient = scale * (slope - normed * (tl.sum(slope * normed, axis=0) / H))
+        gradient += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, gradient, mask=inside)
+        row += tl.num_programs(0)
+    tl.store(partial + tl.program_id(0) * H + c, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def sum_columns(partial, out, ROWS, H, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr):
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((TOGETHER, COLUMNS), tl.float32)
+    row = 0
+    while row < ROWS:
+        r = row + tl.arange(0, TOGETHER)[:, None]
+        total += tl.load(partial + r * H + c, mask=(r < ROWS) & (c < H), other=0.0)
+        row += TOGETHER
+    tl.store(out + c, tl.sum(total, axis=0)[None, :], mask=c < H)

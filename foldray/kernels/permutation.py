@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foldray.kernels import fused
+from foldray.kernels import fused, routing
 from foldray.kernels.autograd import ByHand, by_hand
 
 
@@ -29,6 +29,11 @@ def sort_by_expert(
     Returns:
         token_N, the token of each row; position_TK, the row of each assignment or -1 if dropped; counts_E, rows per expert.
     """
+    if routing.sorts(expert_TK):
+        token_M, position_TK, count_E = routing.sort(expert_TK, keep_TK, num_experts)
+        if keep_TK is not None:
+            token_M = token_M[: int(count_E.sum()) if kept is None else kept]
+        return token_M, position_TK, count_E
     num_tokens, topk = expert_TK.shape
     order_M, _, start_E = _sorted(expert_TK, keep_TK, num_experts)
     # Without drops the host knows the number of rows. With drops it has to wait for the device, unless the caller knows it.
@@ -44,6 +49,8 @@ def pad_by_expert(expert_TK: Tensor, keep_TK: Tensor | None, num_experts: int, c
     No expert may keep more assignments than `capacity`. Returns the token of each row (T for an empty one), and the row of each
     assignment (-1 if dropped).
     """
+    if routing.sorts(expert_TK):
+        return routing.pad(expert_TK, keep_TK, num_experts, capacity)
     num_tokens, topk = expert_TK.shape
     order_M, key_M, start_E = _sorted(expert_TK, keep_TK, num_experts)
     rows = num_experts * capacity

@@ -232,6 +232,8 @@ class HeadAttention(Attention):
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
         product_BSW = product(x_BSH, self.qkv, self.later)
+        if (split := self._split_rotated(product_BSW, place)) is not None:
+            return split
         if self.qkv_bias is not None:
             product_BSW = product_BSW + self.qkv_bias
         q_BSND, k_BSGD, v_BSGV = (
@@ -251,6 +253,18 @@ class HeadAttention(Attention):
             if self.norm is None:  # as a view, the values would keep the whole product alive until backward
                 v_BSGV = v_BSGV.contiguous()
         return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
+
+    def _split_rotated(self, product_BSW: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Do what follows the product in one kernel for GPUs; None if it cannot."""
+        share = self.share
+        if share.rope is None or share.rope.interleaved or self.norm is not None or share.key_dim != share.value_dim:
+            return None
+        if not fused.fits(product_BSW):
+            return None
+        heads, turn = fused.Heads(share.heads, share.kv_heads, share.key_dim), place.rotation(share.rope, product_BSW.dtype)
+        found = fused.split_rotate(product_BSW, self.qkv_bias, turn.cos_SR, turn.sin_SR, heads, share.scale)
+        q_BNSD, k_BGSD, v_BGSV = (part.transpose(1, 2) for part in found)
+        return q_BNSD, k_BGSD, v_BGSV
 
     def parts(self) -> Parts:
         widths = {part: width for part, (_, width) in self.share.inputs.items()}

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from foldray.blueprint import AttentionSpec, FeedForwardSpec, ModelSpec
 from foldray.blueprint.parts import Parts, ffn_columns
 from foldray.comm import Communicator, gather_sequence, scatter_sequence, sum_over_members
+from foldray.kernels import fused
 from foldray.kernels.autograd import Later, at_least_float32, keeping_inputs, product
 from foldray.kernels.experts import expert_ffn
 from foldray.model.batch import IGNORED
@@ -51,6 +52,11 @@ class Norm(nn.Module):
         if x.is_cuda:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return keeping_inputs(self._centred, x, self.weight, self.bias)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x, and x, for a residual stream. On a GPU, backward adds up the gradients of both as it computes."""
+        narrow = self.bias is None and x.dtype == self.weight.dtype and x.shape[-1] <= fused.MOST_NORMED
+        return fused.norm_beside(x, self.weight, self.eps) if narrow and fused.fits(x) else (self(x), x)
 
     def _centred(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         dtype = at_least_float32(x)

@@ -76,14 +76,16 @@ class Block(nn.Module):
         return x_BsH + y_BsH, balance
 
     def attend(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
-        return x_BsH + self.attention(self.attention_norm(x_BsH), place, memory)
+        normed_BsH, x_BsH = self.attention_norm.beside(x_BsH)
+        return x_BsH + self.attention(normed_BsH, place, memory)
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries of a slice, and its keys and values (`Attention.project`)."""
         return self.attention.project(self.attention_norm(x_BsH), place)
 
     def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        return x_BsH + self.ffn(self.ffn_norm(x_BsH))
+        normed_BsH, x_BsH = self.ffn_norm.beside(x_BsH)
+        return x_BsH + self.ffn(normed_BsH)
 
     @property
     def is_moe(self) -> bool:

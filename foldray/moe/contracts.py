@@ -30,6 +30,7 @@ import torch
 
 from foldray.comm import Pending, mirrored_together
 from foldray.kernels.autograd import ByHand
+from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.transfer import start_reading
 from foldray.moe.router import Balance, Router, Routing, TokenPiece
 
@@ -88,19 +89,26 @@ class RowCounts(NamedTuple):
 class Received:
     """The row counts of a dispatch, on the host. They may still be on their way; the first reader waits for them.
 
-    One tensor brings the counts in any order, and `arrange` puts them in order. On a GPU, they go on to the host on a stream of
-    their own, beside what is computed. The index is the receiver's among the ETP ranks.
+    One tensor brings the counts in any order, and `arrange` puts them in order. Experts may do without the host (`by_expert`).
+
+    Args:
+        index: the receiver's among the ETP ranks.
+        reading: returns the numbers of the tensor on the host, and waits for them. None reads the tensor once it has come.
+        ends: returns where the rows of each local expert end (`ExpertRows`), from what has come; None asks the host for counts.
+        stays: whether no row travels, because this rank has all experts. Then nobody need ask for counts to send rows.
     """
 
     def __init__(
-        self, coming: Pending, arrange: Callable[[list[int]], RowCounts], index: int = 0, stream: torch.cuda.Stream | None = None
+        self,
+        coming: Pending,
+        arrange: Callable[[list[int]], RowCounts],
+        index: int = 0,
+        reading: Callable[[], list[int]] | None = None,
+        ends: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        stays: bool = False,
     ):
-        self.coming, self._arrange, self.index = coming, arrange, index
-        self._reading: Callable[[], list[int]] | None = None
-        if stream is not None:
-            (rows,) = coming.use_on(stream)
-            with torch.cuda.stream(stream):
-                self._reading = start_reading(rows)
+        self.coming, self._arrange, self.index, self.stays = coming, arrange, index, stays
+        self._reading, self._ends = reading, ends
 
     @classmethod
     def of(cls, counts: RowCounts, index: int = 0) -> Received:
@@ -116,8 +124,8 @@ class Received:
 
     @property
     def are_here(self) -> bool:
-        """Whether `counts` would not wait."""
-        return "counts" in self.__dict__ or not (self.coming.is_running or self._reading)
+        """Whether rows can be sent without waiting for counts."""
+        return self.stays or "counts" in self.__dict__ or not (self.coming.is_running or self._reading)
 
     @cached_property
     def inside(self) -> Received:
@@ -154,6 +162,17 @@ class Received:
     def rows_by_expert(self) -> list[int]:
         """Number of rows that each local expert computes, after the gather over ETP."""
         return [sum(rows) for rows in zip(*self.rows_by_runs, strict=True)]
+
+    @cached_property
+    def by_expert(self) -> ExpertRows:
+        """The same numbers, which the host need not know."""
+        if self._ends is None:
+            return ExpertRows.of(self.rows_by_expert)
+        of = self._ends
+        rows = ExpertRows(lambda: self.rows_by_expert, lambda: of(*self.coming.wait()))
+        if "counts" in self.__dict__:
+            rows.counts = self.rows_by_expert
+        return rows
 
 
 class Permutation(Protocol):

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from foldray.comm import Groups, Pending
+from foldray.kernels.transfer import read_later, start_reading
 from foldray.moe.contracts import Received, RowCounts, Rows, Sent
 
 GROUP = 128
@@ -135,7 +136,9 @@ def _read(
 class AllToAll:
     """Rows travel in all-to-all-vs over EP, or between nodes. Row counts travel in an all-gather over ETP×EP, on another
     communicator. A dispatch whose counts are still on their way waits in the queue of the tokens' communicator, while the caller
-    goes on.
+    goes on. On a GPU, counts go on to the host on a stream of their own, beside what is computed.
+
+    A rank that has all experts needs no counts to send rows, so they stay on the device until somebody asks for them.
     """
 
     def __init__(self, groups: Groups, wire: Wire | None = None):
@@ -150,9 +153,27 @@ class AllToAll:
         self._here = grid.coordinate(groups.rank)["ep"]
 
     def start_counts(self, sent: Sent) -> Received:
-        coming = self.counts.start_all_gather(counts := sent.counts)
-        stream = self._stream_after(counts) if counts.is_cuda else None
-        return Received(coming, partial(self._arrange, len(sent.rows_E)), self._slices.index, stream)
+        coming, experts, stays = self.counts.start_all_gather(sent.counts), len(sent.rows_E), self._stays(sent)
+        reading = read_later(sent.counts) if stays else self._start_reading(coming) if sent.rows_E.is_cuda else None
+        ends = partial(self._ends, experts)
+        return Received(coming, partial(self._arrange, experts), self._slices.index, reading, ends, stays)
+
+    def _stays(self, sent: Sent) -> bool:
+        """Whether a dispatch sends nothing. Rows for ranks have room, and only their counts say how many there are."""
+        return self.counts.size == 1 and sent.rows_R is None
+
+    def _start_reading(self, coming: Pending) -> Callable[[], list[int]]:
+        stream = self._stream_after(*coming.tensors)
+        (rows,) = coming.use_on(stream)
+        with torch.cuda.stream(stream):
+            return start_reading(rows)
+
+    def _ends(self, experts: int, counts: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of each expert of this rank end, from what all members have sent of their rows."""
+        local = experts // self._fold.ep
+        own_ME = counts.view(self.counts.size, -1)[:, self._here * local : (self._here + 1) * local]
+        rows_E = own_ME[0] if len(own_ME) == 1 else own_ME.sum(0)
+        return rows_E.cumsum(0, dtype=torch.int32)
 
     def _stream_after(self, counts: torch.Tensor) -> torch.cuda.Stream:
         """Return a stream of a GPU beside the current one, which waits until the counts are known."""
@@ -187,6 +208,8 @@ class AllToAll:
 
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         def send(x: torch.Tensor) -> Pending:
+            if received.stays:
+                return Pending([], (x,))
             leaving = received.leaving_by_rank
             return self.tokens.start_all_to_all(x[: sum(leaving)], received.rows_by_rank, leaving)
 
@@ -194,6 +217,8 @@ class AllToAll:
 
     def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
         def send(x: torch.Tensor) -> Pending:
+            if received.stays:
+                return Pending([], (x,))
             return self.tokens.start_all_to_all(x, received.leaving_by_rank, received.rows_by_rank, room)
 
         return self._start(rows, self._back, send, ready=True)

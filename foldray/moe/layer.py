@@ -19,6 +19,7 @@ from foldray.blueprint import FeedForwardSpec, Ownership
 from foldray.blueprint.parts import Parts, columns, ffn_columns
 from foldray.comm import Communicator, Groups, gather_rows, scatter_rows
 from foldray.kernels.autograd import ByHand, Later
+from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.experts import Biases, Kind, expert_ffn, expert_ffn_by_hand
 from foldray.kernels.permutation import combine, combine_by_hand, pad_by_expert, permute, sort_by_expert
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
@@ -77,13 +78,14 @@ class Experts(nn.Module):
 
         Rows are gathered over ETP, and results are summed over ETP.
         """
-        rows_NH, *beside = (gather_rows(x, self.slices, received.rows_by_slice) for x in rows)
+        by_slice = received.rows_by_slice if self.slices.size > 1 else []
+        rows_NH, *beside = (gather_rows(x, self.slices, by_slice) for x in rows)
         if beside:
             weight_NK, expert_NK = beside
             y_NH = self.weighted_sum(rows_NH, weight_NK, expert_NK, received.rows_by_expert)
         else:
-            y_NH = combine_preprocess(self.compute(dispatch_postprocess(rows_NH, received), received.rows_by_expert), received)
-        return scatter_rows(y_NH, self.slices, received.rows_by_slice)
+            y_NH = combine_preprocess(self.compute(dispatch_postprocess(rows_NH, received), received.by_expert), received)
+        return scatter_rows(y_NH, self.slices, by_slice)
 
     def weighted_sum(
         self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor, counts: list[int] | None = None
@@ -96,22 +98,22 @@ class Experts(nn.Module):
         """
         kept = None if counts is None else sum(counts)
         token_M, position_NK, count_E = sort_by_expert(expert_NK.to(torch.int64), expert_NK >= 0, len(self.ids), kept)
-        y_MH = self.compute(permute(rows_NH, token_M, position_NK), count_E.tolist() if counts is None else counts)
+        y_MH = self.compute(permute(rows_NH, token_M, position_NK), ExpertRows.counted(count_E, counts))
         return combine(y_MH, position_NK, weight_NK)
 
-    def compute(self, rows_NH: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def compute(self, rows_NH: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """Compute each local expert on its rows, which are sorted by expert."""
         leave = self.later.leaver(self.up, self.down)
         biases: Biases = (None, None)
         if self.up_bias is not None and self.down_bias is not None:
             biases = (self.up_bias.view(len(self.ids), -1), self.down_bias.view(len(self.ids), -1))
-        return expert_ffn(rows_NH, counts, self.up, self.down, self.share.ffn, self.kind, leave, biases)
+        return expert_ffn(rows_NH, rows, self.up, self.down, self.share.ffn, self.kind, leave, biases)
 
     def by_hand(self, rows_NH: torch.Tensor, received: Received) -> ByHand:
         """Do as `forward`, for rows without weights and without ETP, but without autograd."""
         x_NH, leave = dispatch_postprocess(rows_NH, received), self.later.leaver(self.up, self.down)
         weights = self.up, self.down, self.share.ffn, leave, (self.up_bias, self.down_bias)
-        y_NH, backward = expert_ffn_by_hand(x_NH, received.rows_by_expert, *weights)
+        y_NH, backward = expert_ffn_by_hand(x_NH, received.by_expert, *weights)
 
         def differentiate(dy_NH: torch.Tensor) -> tuple[list[torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
             (dx_NH,), parts = backward(dispatch_postprocess(dy_NH, received))
@@ -132,12 +134,12 @@ class Experts(nn.Module):
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
     """Reorder rows from (ETP rank, source rank, local expert) to (local expert, ETP rank, source rank)."""
-    return _regroup(rows_NH, received.rows_by_runs)
+    return rows_NH if received.stays else _regroup(rows_NH, received.rows_by_runs)
 
 
 def combine_preprocess(y_NH: torch.Tensor, received: Received) -> torch.Tensor:
     """Undo `dispatch_postprocess`."""
-    return _regroup(y_NH, list(zip(*received.rows_by_runs, strict=True)))
+    return y_NH if received.stays else _regroup(y_NH, list(zip(*received.rows_by_runs, strict=True)))
 
 
 def _regroup(rows_NH: torch.Tensor, counts_AB: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 
 from foldray.blueprint import Layout, ModelSpec, RouterSpec
 from foldray.comm import Groups
+from foldray.kernels import routing
 from foldray.kernels.autograd import at_least_float32, wide_product
 from foldray.kernels.capacity import capacity, keep_within
 from foldray.kernels.transfer import to_device
@@ -210,28 +211,34 @@ class Router(nn.Module):
 
         With `drop_scope: sequence`, all ranks that share the sequences must call this.
         """
-        sequences, length, before, position_s = piece
+        sequences, length = piece.sequences, piece.length
         experts, logits_TE = self.model.experts, wide_product(x_TH, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias
         piece_length = x_TH.shape[0] // max(sequences, 1)
         length = piece_length if length is None else length
-        if self.pattern is None:
-            expert_TK, weight_TK = self.gate(logits_TE, self.bias)
+        rule = self.gate.rule if self.pattern is None and isinstance(self.gate, TopKGate) else None
+        if rule is not None and routing.gates(logits_TE):
+            expert_TK, weight_TK, count_BE, score_BE, z = routing.gate(logits_TE, self.bias, sequences, rule)
         else:
-            position_s = torch.arange(piece_length, device=x_TH.device) if position_s is None else position_s
-            expert_TK = self.pattern.choose(position_s, sequences)
-            weight_TK = weights(values(logits_TE, self.spec), expert_TK, self.spec)
-        keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, before)
-        count_BE = _count(expert_TK, sequences, experts)
-        tally = Tally(
-            count_BE,
-            score_BE=_by_sequence(scores(logits_TE, self.spec), sequences).sum(1),
-            z=logits_TE.logsumexp(-1).square().sum(),
-            dropped=count_BE.new_zeros(()) if keep_TK is None else (~keep_TK).sum(),
-            competed_BE=competed_BE,
-        )
+            expert_TK, weight_TK = self._choose(logits_TE, piece)
+            count_BE = _count(expert_TK, sequences, experts)
+            score_BE = _by_sequence(scores(logits_TE, self.spec), sequences).sum(1)
+            z = logits_TE.logsumexp(-1).square().sum()
+        keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, piece.before)
+        dropped = count_BE.new_zeros(()) if keep_TK is None else (~keep_TK).sum()
+        tally = Tally(count_BE, score_BE, z, dropped, competed_BE)
         return Routing(expert_TK, weight_TK, keep_TK, limit if self.spec.pad else None, tally)
+
+    def _choose(self, logits_TE: torch.Tensor, piece: TokenPiece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts of each token, and their weights."""
+        if self.pattern is None:
+            return self.gate(logits_TE, self.bias)
+        position_s = piece.position_s
+        if position_s is None:
+            position_s = torch.arange(logits_TE.shape[0] // max(piece.sequences, 1), device=logits_TE.device)
+        expert_TK = self.pattern.choose(position_s, piece.sequences)
+        return expert_TK, weights(values(logits_TE, self.spec), expert_TK, self.spec)
 
     def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Balance]:
         """Route a micro-batch in one piece. The balance carries gradients."""
@@ -274,6 +281,14 @@ class TopKGate:
 
     def __init__(self, model: ModelSpec):
         self.topk, self.spec = model.topk, model.router
+
+    @property
+    def rule(self) -> routing.GateRule | None:
+        """What a kernel for GPUs needs to do the same (`routing.gate`); None if it cannot, with groups of experts."""
+        spec = self.spec
+        if spec.groups > 1:
+            return None
+        return routing.GateRule(self.topk, spec.score == "sigmoid", _softmax_is_last(spec), spec.normalize, spec.scale)
 
     def __call__(self, logits_TE: torch.Tensor, bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         value_TE = values(logits_TE, self.spec)

@@ -1,6 +1,6 @@
 """The recipe: the one description that every command reads."""
 
-from foldray.recipe.capturing import CAPTURED, told_of_capture, uncaptured
+from foldray.recipe.capturing import CAPTURED, needs_grouped_products, told_of_capture, uncaptured
 from foldray.recipe.data import DataSpec, SourceSpec
 from foldray.recipe.reading import describe
 from foldray.recipe.recipe import Recipe, check_trains

@@ -13,8 +13,10 @@ What a CUDA graph would do wrong, the stand-in does wrong, too:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ _OF_THE_HOST = (
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero", "aten::bincount",
     "aten::_unique2", "aten::unique_dim",
 )  # fmt: skip
+_READS = ("tolist", "numpy", "cpu")  # of a tensor of the CPU, they call no operator
 _RANDOM = ("aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_", "aten::multinomial", "aten::native_dropout")
 _UNFILLED = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
@@ -90,6 +93,27 @@ def survey(constants: dict[int, StorageWeakRef]) -> Iterator[None]:
     constants.update((key, weak) for key, weak in found.seen.items() if not weak.expired())
 
 
+@contextmanager
+def _nothing_read() -> Iterator[None]:
+    """Refuse that this thread reads a tensor on the host. Others may read counts that travel."""
+    here = get_ident()
+
+    def refused(name: str) -> Callable[..., Any]:
+        read = getattr(Tensor, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() == here:
+                raise NotCapturable(f"{name} needs the host")
+            return read(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _READS:
+            stack.enter_context(mock.patch.object(Tensor, name, refused(name)))
+        yield
+
+
 class _Arena:
     """Memory of a slot, in which tensors have places while they are there."""
 
@@ -149,7 +173,7 @@ class Slot(TorchDispatchMode):
         places = [place_like(x).copy_(x) for x in inputs]
         given, calls = [self._view(x, new=True) for x in places], list[_Call]()
         self._calls = calls
-        with self:
+        with _nothing_read(), self:
             results = call(*places)
         made = _each(results, self._view)
         return results, lambda inputs: self._replay(calls, given, made, inputs), len(calls)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foldray.comm import DispatchQueue, Pending
 from foldray.graph import Op
-from foldray.kernels import transfer
+from foldray.kernels import experts, transfer
 from foldray.recipe import Recipe
 from foldray.runtime.execution import _Run
 from foldray.runtime.gradients import Gradients
@@ -135,8 +135,9 @@ def recorded(immediate: bool) -> Iterator[Recorder]:
 
 
 def waits_of_a_step(rank: int, recipe: Recipe, documents: bool = False) -> list[Ran]:
-    """Return what the host waits for in the second step of a training."""
-    with engine_on(recipe, rank) as (engine, groups):
+    """Return what the host waits for in the second step of a training. Experts are computed as on a GPU."""
+    gpus = mock.patch.object(experts, "_implementation", experts._on_gpus)
+    with gpus, engine_on(recipe, rank) as (engine, groups):
         engine.train(own_batches(recipe, groups, 0, documents=documents))  # makes lists, and what is kept for later steps
         engine.update(0.1)
         batches = own_batches(recipe, groups, 1, documents=documents)

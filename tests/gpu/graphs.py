@@ -16,14 +16,14 @@ import torch
 from foldray.comm import Groups
 from foldray.model import Batch
 from foldray.orders import Ordering
-from foldray.recipe import CAPTURED, Recipe
+from foldray.recipe import Recipe
 from foldray.runtime import Trace
 from foldray.runtime.graphs import EAGER_STEPS, Captures, CudaRecorder, Recorder
 from tests.gpu import network
 from tests.gpu.block import BLOCKS, block_recipe, drawn_on_gpu, kernels_of, peak_of, timed
 from tests.gpu.report import Report
 from trainers.measure.comparison import random_batch
-from trainers.worker.engines import make_engine
+from trainers.worker.engines import captured_kinds, make_engine
 
 SMALL: dict[str, Any] = {
     "layers": 2, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_hidden": 256, "experts": 8, "topk": 2,
@@ -87,8 +87,8 @@ def run(report: Report) -> None:
 class Steps:
     """Steps of an engine by one list or another, with graphs and without them."""
 
-    def __init__(self, machine: Machine, engine: Any, given: list[Batch]):
-        self.machine, self.engine, self.given = machine, engine, given
+    def __init__(self, machine: Machine, engine: Any, given: list[Batch], kinds: set[str]):
+        self.machine, self.engine, self.given, self.kinds = machine, engine, given, kinds
         self._captures: dict[str, Captures] = {}
         self._held: list[Any] = []
 
@@ -96,7 +96,8 @@ class Steps:
     def of(cls, machine: Machine, recipe: Recipe) -> Steps:
         with drawn_on_gpu():
             engine = make_engine(recipe, Groups.create(recipe.placed_fold), machine.device)
-        return cls(machine, engine, [random_batch(recipe, 0, 1, 0, machine.device)])
+        kinds = captured_kinds(recipe, machine.device)
+        return cls(machine, engine, [random_batch(recipe, 0, 1, 0, machine.device)], kinds)
 
     def train(self, given: list[Batch] | None = None) -> list[torch.Tensor]:
         """Train a step, and return its loss and the sums of its gradients."""
@@ -112,7 +113,7 @@ class Steps:
         execution.captures = None
         execution.reorder(ordering)
         if graphs and name not in self._captures:
-            self._captures[name] = execution.captures = Captures(self.machine.recorder(), CAPTURED)
+            self._captures[name] = execution.captures = Captures(self.machine.recorder(), self.kinds)
             for _ in range(EAGER_STEPS):
                 with self.machine.eager():
                     self.train()
@@ -199,7 +200,8 @@ def block(machine: Machine, model: dict[str, Any], length: int, degrees: tuple[i
 def over_network(machine: Machine, model: dict[str, Any], length: int) -> dict[str, Any]:
     """Measure a rank of EP8 over the stand-in for the network: lists with graphs and without them, wire by wire."""
     engine, wire, given, recipes = network.made(model, length)
-    steps, rows = Steps(machine, engine, given), dict[str, Any]()
+    kinds = captured_kinds(next(iter(recipes.values())), machine.device)
+    steps, rows = Steps(machine, engine, given, kinds), dict[str, Any]()
     for wire.kind in network.WIRES[:2]:
         orderings = {f"{wire.kind}, {name}": steps.learned(recipe.ordering) for name, recipe in recipes.items()}
         rows |= steps.in_turns(orderings)

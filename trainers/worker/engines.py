@@ -9,9 +9,11 @@ import torch
 from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.errors import MissingPackage
+from foldray.kernels.experts import has_grouped_products
+from foldray.kinds import EXPERT
 from foldray.model import Transformer
 from foldray.moe import Gate, MoeBackend
-from foldray.recipe import CAPTURED, Recipe, uncaptured
+from foldray.recipe import CAPTURED, Recipe, needs_grouped_products, uncaptured
 from foldray.runtime import Engine, TorchEngine
 from foldray.runtime.graphs import Captures, CudaRecorder
 from trainers.hugging_face.weights import Weights
@@ -22,9 +24,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     engine = _engine(recipe, groups, device)
     if recipe.schedule.graphs != "off" and device.type == "cuda":
-        kinds = set(CAPTURED) - set(uncaptured(recipe))
-        engine.execution.captures = Captures(CudaRecorder(device), kinds, recipe.schedule.graphs == "check")
+        captures = Captures(CudaRecorder(device), captured_kinds(recipe, device), recipe.schedule.graphs == "check")
+        engine.execution.captures = captures
     return engine
+
+
+def captured_kinds(recipe: Recipe, device: torch.device) -> set[str]:
+    """Return the kinds of ops that a device can capture."""
+    kinds = set(CAPTURED) - set(uncaptured(recipe))
+    lacks = device.type == "cuda" and needs_grouped_products(recipe) and not has_grouped_products(device)
+    return kinds - {EXPERT} if lacks else kinds
 
 
 def _engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:

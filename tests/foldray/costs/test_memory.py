@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from foldray.blueprint import ModelSpec, Ownership
+from foldray.blueprint import ModelSpec, Ownership, grouping
 from foldray.clock import COMPUTE
 from foldray.comm import Groups
 from foldray.costs.apart import ApartWork, Sides
@@ -23,7 +23,6 @@ from foldray.costs.rank import RankCosts
 from foldray.finding import find
 from foldray.fold import Fold
 from foldray.graph import PipelineGraph, SliceCost
-from foldray.kernels import experts
 from foldray.kinds import HEAD
 from foldray.model import Batch, Transformer
 from foldray.moe import MoeBackend
@@ -329,7 +328,7 @@ def _alive() -> dict[int, int]:
 
 def test_gradients_of_large_matrices_are_nowhere_but_in_their_sums_on_a_gpu() -> None:
     """The peaks of a block on an H200 beside weights and sums (docs/notebook/gpus.md), in GiB: at most 15 % less."""
-    assert counts().summing == experts.SUMMING_PRODUCT
+    assert counts().summing == grouping.SUMMING_PRODUCT
     machines, sizes = load_hardware("h200"), {"layers": 1, "head_dim": 128, "vocab": 1024, "moe_every": 1}
     large = {"hidden": 4096, "heads": 32, "kv_heads": 8, "expert_hidden": 14336, "experts": 8, "topk": 2, "ffn_hidden": 14336}
     fine = {"hidden": 2048, "heads": 32, "kv_heads": 4, "expert_hidden": 768, "experts": 128, "topk": 8, "ffn_hidden": 768}

@@ -6,17 +6,19 @@ python -m pytest -o addopts= --noconftest tests/foldray/kernels/test_fused.py   
 
 from __future__ import annotations
 
+import copy
 import os
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from foldray.blueprint import RopeSpec
+from foldray.blueprint import ModelSpec, RopeSpec
 from foldray.kernels import attention, fused
 from foldray.kernels.activations import GATED_SILU
 from foldray.kernels.permutation import combine, permute
 from foldray.model.attention import rotate, rotation
+from foldray.model.layers import Norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -201,8 +203,73 @@ def test_rotate(through_kernels, dtype, shape):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("heads", [(3, 1, 10, 10, 1.0), (4, 2, 16, 6, 0.5), (1, 1, 2, 2, 1.0), (40, 4, 128, 128, 1.0)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1), (1, 0)], ids=str)
+def test_split_rotate(through_kernels, dtype, biased, heads, shape):
+    """The product is a view with gaps, and the gradients come with other orders of axes, as in attention."""
+    queries, keys, width, turning, scale = heads
+    sizes, count = (queries, keys, keys), queries + 2 * keys
+    product_BSW = values(*shape, count * width + 5, dtype=dtype)
+    bias_W = values(count * width, dtype=dtype, seed=9) if biased else None
+    position_S = torch.arange(shape[1], device=DEVICE) * 1001
+    slopes = [values(shape[0], n, shape[1], width, dtype=dtype, seed=n).transpose(1, 2) for n in (queries, keys)]
+    slopes.append(values(shape[0], shape[1], width, keys, dtype=dtype, seed=7).transpose(2, 3))
+    found = []
+    for source, bias in ((product_BSW, bias_W), (product_BSW.double(), None if bias_W is None else bias_W.double())):
+        source, leaves = source.requires_grad_(), [source]
+        x_BSW = source[..., 2:-3]
+        if bias is not None:
+            leaves.append(bias.requires_grad_())
+        turn = rotation(position_S, RopeSpec(turning, 10000.0, False), source.dtype)
+        if source.dtype == torch.float64:
+            # The kernel rounds the sum with the bias, as torch does.
+            x_BSW = x_BSW if bias is None else x_BSW + bias
+            q, k, v = (part.unflatten(-1, (-1, width)) if part.numel() else part.view(*shape, part.shape[-1] // width, width)
+                       for part in x_BSW.split([n * width for n in sizes], -1))  # fmt: skip
+            outs = [rotate(q, turn) * scale, rotate(k, turn), v]
+        else:
+            given = fused.Heads(queries, keys, width)
+            outs = list(fused.split_rotate(x_BSW, bias, turn.cos_SR, turn.sin_SR, given, scale))
+            assert all(out.is_contiguous() and out.untyped_storage() is not source.untyped_storage() for out in outs)
+        gradients = torch.autograd.grad(outs, leaves, [slope.to(source.dtype) for slope in slopes])
+        found.append((outs, gradients))
+    (outs, gradients), (want, wanted) = found
+    rounding = 2 * ROUNDING[dtype] if biased else ROUNDING[dtype]
+    for one, other in zip(outs, want, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=rounding, atol=4 * rounding if biased else 1e-5)
+    check(gradients[0], wanted[0], atol=1e-5)
+    if biased:
+        torch.testing.assert_close(gradients[1].double(), wanted[1], rtol=4 * ROUNDING[dtype], atol=8 * ROUNDING[dtype])
+
+
+@needs_kernels
 def test_rotation_keeps_only_the_tables(through_kernels):
     turn = rotation(torch.arange(5, device=DEVICE), RopeSpec(8, 10000.0, False), torch.bfloat16)
     out_BSND = rotate(values(1, 5, 2, 8, dtype=torch.bfloat16).requires_grad_(), turn)
     kept = [tensor.data_ptr() for tensor in out_BSND.grad_fn.saved_tensors]
     assert kept == [table.data_ptr() for table in turn[:2]]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 10), (1, 1, 1), (5, 130, 40), (1, 2, 4100), (1, 0, 8)], ids=str)
+@pytest.mark.parametrize("view", ["whole", "gapped"])
+def test_norm_beside(through_kernels, dtype, shape, view):
+    """The gradient of x is that of its norm and that of x itself. There are more rows than programs in one case."""
+    x, dy, beside = (values(*shape, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    norm, dy = Norm(ModelSpec(preset="tiny", hidden=shape[-1])).to(DEVICE, dtype), VIEWS[view](dy)
+    with torch.no_grad():
+        norm.weight.copy_(values(shape[-1], seed=4))
+    found = []
+    for source, layer in ((x, norm), (x.double(), copy.deepcopy(norm).double())):
+        normed, same = layer.beside(source.requires_grad_())
+        assert torch.equal(same, source)
+        gradients = torch.autograd.grad([normed, same], [source, layer.weight], [dy.to(normed.dtype), beside.to(source.dtype)])
+        found.append((normed, *gradients))
+    (normed, dx, dweight), (want, dwant, dwant_weight) = found
+    check(normed, want, atol=1e-5)
+    check(dx, dwant, atol=1e-4)
+    check(dweight, dwant_weight, atol=1e-3)  # sums over rows that may cancel
