@@ -60,7 +60,7 @@ def stage_list(
         return Piece(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
 
     lists: list[tuple[Op, ...]] = [()] * len(stages)
-    lists[number] = stage_order(graph, number, direction, overlap)
+    lists[number] = tuple(op for op in stage_order(graph, number, direction, overlap) if op.kind != HANDOVER)
     compiled = CompiledSchedule(graph, lists, piece, partial=True)
 
     def pieces_of(kind: str, layer: int) -> tuple[tuple[int, int, range], ...]:

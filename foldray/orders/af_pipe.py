@@ -94,7 +94,8 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
     passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
     orders: list[list[Op]] = [[] for _ in range(positions)]
     spans: dict[Op, tuple[int, int]] = {}
-    forwards, backwards = zip(*((half.ops, tuple(graph.mirrored(half.ops))) for half in halves), strict=True)
+    forwards = [half.ops for half in halves]
+    backwards = [tuple(back for op in reversed(ops) for back in graph.backward_of(op)) for ops in forwards]
     ticks = max(map(len, backwards))  # of a unit of time, so that all ops of a half have whole numbers of ticks
     for half_pass, start in passes:
         half = halves[half_pass.half]

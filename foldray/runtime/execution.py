@@ -19,7 +19,7 @@ from foldray.finding import Found, settle
 from foldray.graph import Chunk, Op, StepGraph
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
-from foldray.orders import KINDS, OVERLAPS, Ordering, position_list
+from foldray.orders import KINDS, OVERLAPS, Ordering, ordered_schedule, position_list
 from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.graphs import CapturedOps, Captures, compare
@@ -152,32 +152,31 @@ class Execution:
         return tuple(chunks if position == self._position else () for position in range(self.groups.fold.positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
-        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
+        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.
+
+        Raises:
+            RuntimeError: the ranks of a stage have other lists, so their collectives would not match.
+        """
         if graph not in self._orders:
             if foreign := [
                 overlap.kind for overlap in (self.ordering.forward, self.ordering.backward) if overlap.kind not in KINDS
             ]:
                 self._prove(graph, foreign[0])
-            order = position_list(graph, self._position, self.ordering)
-            self._compare(order)
+            order, stage = position_list(graph, self._position, self.ordering), self._stage
+            checksum = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
+            if len(set(stage.all_gather(checksum).tolist())) > 1:
+                raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
             self._orders[graph] = order
         return self._orders[graph]
 
     def _prove(self, graph: StepGraph, kind: str) -> None:
         """Check the lists of all positions. Those of the table's own kinds are legal for every graph, as tests show."""
         try:
-            check(graph, tuple(position_list(graph, position, self.ordering) for position in range(graph.positions)))
+            check(graph, ordered_schedule(graph, self.ordering))
         except ScheduleError as error:
             raise UserError("schedule.kind", kind, f"makes lists that cannot run: {error}", OVERLAPS) from None
         except KeyError as error:
             raise UserError("schedule.kind", kind, f"leaves out an op that others need: {error}", OVERLAPS) from None
-
-    def _compare(self, order: tuple[Op, ...]) -> None:
-        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match."""
-        stage = self._stage
-        checksum = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
-        if len(set(stage.all_gather(checksum).tolist())) > 1:
-            raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
 
 
 class _Run:
@@ -210,7 +209,13 @@ class _Run:
         for op in self.order:
             activity.doing = op
             with record_function(str(op)) if named else nullcontext():
-                pending = self._start(op)
+                pending: Pending | None
+                if op.kind == REDUCE:
+                    pending = self.gradients.start(self.graph.chunk(op))
+                elif op.kind == HANDOVER:
+                    pending = self._hand_over(op)
+                else:
+                    pending = self.micro_batches[op.micro_batch].run(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
@@ -227,17 +232,9 @@ class _Run:
             trace.finish()
         return [micro_batch.losses for micro_batch in self.micro_batches]
 
-    def _start(self, op: Op) -> Pending | None:
-        """Run an op. Return the data that it has put in flight."""
-        if op.kind == REDUCE:
-            return self.gradients.start(self.graph.chunk(op))
-        if op.kind == HANDOVER:
-            self.groups.tokens_queue.advance()  # other stages count on the order of the list
-            return self._hand_over(op)
-        return self.micro_batches[op.micro_batch].run(op)
-
     def _hand_over(self, op: Op) -> Pending:
         """Start to send or to receive a piece of a handover: activations of a micro-batch, or their gradient."""
+        self.groups.tokens_queue.advance()  # other stages count on the order of the list
         sender, receiver = self.graph.where(op)
         micro_batch = self.micro_batches[op.micro_batch]
         communicator = self.groups.handovers_up if sender < receiver else self.groups.handovers_down
