@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
 from foldray.clock import CompiledSchedule
-from foldray.graph import Direction, Op, PipelineGraph, Slicing, StepGraph
+from foldray.graph import Direction, Op, PipelineGraph, StepGraph
 from foldray.kinds import EMBED, HANDOVER, HEAD
 from foldray.orders import Overlap, passes, place_handovers, stage_order
 
@@ -39,27 +39,17 @@ class StageList(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def stage_list(
-    stages: tuple[tuple[BlockSpec, ...], ...],
-    number: int,
-    direction: Direction,
-    overlap: Overlap,
-    slicing: Slicing,
-    recompute: tuple[str, ...],
-    batch_degree: int,
-    gathers: bool = False,
-) -> StageList:
+def stage_list(graph: StepGraph, number: int, direction: Direction, overlap: Overlap) -> StageList:
     """Return the compiled list of one pass of one stage, for all parts of a micro-batch.
 
     Args:
-        overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
+        graph: the stage between its neighbours (`StepGraph.alone`).
     """
-    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree, gathers=gathers)
 
     def piece(op: Op) -> Piece:
         return Piece(op.kind, op.direction == "B", graph.tokens(op), block_of(graph, op))
 
-    lists: list[tuple[Op, ...]] = [()] * len(stages)
+    lists: list[tuple[Op, ...]] = [()] * graph.positions
     lists[number] = tuple(op for op in stage_order(graph, number, direction, overlap) if op.kind != HANDOVER)
     compiled = CompiledSchedule(graph, lists, piece, partial=True)
 

@@ -19,7 +19,7 @@ from foldray.costs.layout import Content, StageForm
 from foldray.costs.lists import StageList, stage_list
 from foldray.costs.rank import RankCosts, pieces_of
 from foldray.costs.shares import Price, Stretch
-from foldray.graph import Direction, Reduction, gathers
+from foldray.graph import Direction, Reduction
 from foldray.orders import Ordering, Overlap
 
 BOTH: tuple[Direction, ...] = ("F", "B")
@@ -160,12 +160,8 @@ class Passes:
 
     def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: Direction, head: bool = True) -> Pass:
         """Return a pass of a stage, simulated alone; without `head`, up to the head, which must come after all other ops."""
-        ordering, slicing = self.candidate.ordering, self.pieces.slicing
-        overlap = overlap_of(ordering, direction)
-        order = stage_list(
-            stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
-            gathers(slicing, self.candidate.fold.cp),
-        )  # fmt: skip
+        overlap = overlap_of(self.candidate.ordering, direction)
+        order = stage_list(self.candidate.graph.alone(stages), number, direction, overlap)
         prices = [self.rank.price(*piece) for piece in order.compiled.classes]
         count = len(order.compiled.ops) if head else order.before_head
         starts, ends = (times[:count] for times in order.compiled.run([price.lanes for price in prices])[:2])

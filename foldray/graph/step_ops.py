@@ -151,6 +151,12 @@ class StepOps:
         """
         return replace(self, chunks=tuple(max(of_position, key=len) for of_position in zip(*ranks, strict=True)))
 
+    def alone(self, stages: tuple[tuple[BlockSpec, ...], ...], later: tuple[str, ...] = ()) -> Self:
+        """Return a step of one micro-batch with the same cuts, through other stages at a position each, without reductions."""
+        return replace(
+            self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later
+        )  # fmt: skip
+
     @property
     def apart(self) -> bool:
         """Whether the experts have positions of their own."""
