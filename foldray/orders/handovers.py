@@ -50,12 +50,12 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
         [((spans[op][1], False, rank[op]), op) for op in ops] for ops in orders
     ]
     last = [(0.0, False, 0)] * len(orders)
-    sources = {op: max(computing.needs(op), key=rank.__getitem__) for op in graph.ops() if graph.channel(op) is not None}
+    needs = {op: computing.needs(op) for op in graph.ops() if graph.channel(op) is not None}
+    sources = {op: max(of_op, key=rank.__getitem__) for op, of_op in needs.items()}
     for op, source in sorted(sources.items(), key=lambda pair: rank[pair[1]]):
-        sender, *receivers = graph.where(op)
-        begin, end = spans[source]
-        for position in (sender, *receivers):
-            sends = position == sender or any(position_of[need] == position for need in computing.needs(op))
+        places, (begin, end) = graph.where(op), spans[source]
+        for position in places:
+            sends = position == places[0] or any(position_of[need] == position for need in needs[op])
             key = (end, False, rank[source]) if sends else (begin, True, rank[source])
             # Sorting is stable, so a receive that comes too early for the common order goes right behind the one before.
             last[position] = max(last[position], key)
