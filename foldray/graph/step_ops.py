@@ -153,9 +153,7 @@ class StepOps:
 
     def alone(self, stages: tuple[tuple[BlockSpec, ...], ...], later: tuple[str, ...] = ()) -> Self:
         """Return a step of one micro-batch with the same cuts, through other stages at a position each, without reductions."""
-        return replace(
-            self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later
-        )  # fmt: skip
+        return replace(self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later)
 
     @property
     def apart(self) -> bool:
