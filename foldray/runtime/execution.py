@@ -152,20 +152,14 @@ class Execution:
         return tuple(chunks if position == self._position else () for position in range(self.groups.fold.positions))
 
     def order(self, graph: StepGraph) -> tuple[Op, ...]:
-        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together.
-
-        Raises:
-            RuntimeError: the ranks of a stage have other lists, so their collectives would not match.
-        """
+        """Return this rank's list. It is made once for each graph; ranks of a stage must then call this together."""
         if graph not in self._orders:
             if foreign := [
                 overlap.kind for overlap in (self.ordering.forward, self.ordering.backward) if overlap.kind not in KINDS
             ]:
                 self._prove(graph, foreign[0])
-            order, stage = position_list(graph, self._position, self.ordering), self._stage
-            checksum = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
-            if len(set(stage.all_gather(checksum).tolist())) > 1:
-                raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
+            order = position_list(graph, self._position, self.ordering)
+            self._compare(order)
             self._orders[graph] = order
         return self._orders[graph]
 
@@ -177,6 +171,13 @@ class Execution:
             raise UserError("schedule.kind", kind, f"makes lists that cannot run: {error}", OVERLAPS) from None
         except KeyError as error:
             raise UserError("schedule.kind", kind, f"leaves out an op that others need: {error}", OVERLAPS) from None
+
+    def _compare(self, order: tuple[Op, ...]) -> None:
+        """Check that the ranks of a stage have the same list. With different lists, their collectives would not match."""
+        stage = self._stage
+        checksum = torch.tensor([zlib.crc32(repr(order).encode())], device=next(self.model.parameters()).device)
+        if len(set(stage.all_gather(checksum).tolist())) > 1:
+            raise RuntimeError(f"ranks {stage.ranks} of a stage have other schedules; this one has {self.ordering}")
 
 
 class _Run:
@@ -209,13 +210,7 @@ class _Run:
         for op in self.order:
             activity.doing = op
             with record_function(str(op)) if named else nullcontext():
-                pending: Pending | None
-                if op.kind == REDUCE:
-                    pending = self.gradients.start(self.graph.chunk(op))
-                elif op.kind == HANDOVER:
-                    pending = self._hand_over(op)
-                else:
-                    pending = self.micro_batches[op.micro_batch].run(op)
+                pending = self._start(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
@@ -232,9 +227,17 @@ class _Run:
             trace.finish()
         return [micro_batch.losses for micro_batch in self.micro_batches]
 
+    def _start(self, op: Op) -> Pending | None:
+        """Run an op. Return the data that it has put in flight."""
+        if op.kind == REDUCE:
+            return self.gradients.start(self.graph.chunk(op))
+        if op.kind == HANDOVER:
+            self.groups.tokens_queue.advance()  # other stages count on the order of the list
+            return self._hand_over(op)
+        return self.micro_batches[op.micro_batch].run(op)
+
     def _hand_over(self, op: Op) -> Pending:
         """Start to send or to receive a piece of a handover: activations of a micro-batch, or their gradient."""
-        self.groups.tokens_queue.advance()  # other stages count on the order of the list
         sender, receiver = self.graph.where(op)
         micro_batch = self.micro_batches[op.micro_batch]
         communicator = self.groups.handovers_up if sender < receiver else self.groups.handovers_down

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,14 @@ def test_it_orders_a_stage_and_is_checked():
     computed = [f"{letters[op.kind]}{op.part}" for op in order if op.kind in letters and op.layer == 0]
     assert " ".join(computed) == "A0 A1 E0 E1 A2 A3 E2 E3 M0 M1 M2 M3"
     check(GRAPH, step_schedule(GRAPH, Overlap(KIND)))
+
+
+def test_pieces_of_a_handover_leave_in_order_whatever_a_kind_makes_first():
+    graph = replace(GRAPH, stages=((MOE,), (MOE,)), pp=2)
+    lists = step_schedule(graph, Overlap("tests.foldray.orders.zigzag:LAST_SUM_FIRST"))
+    check(graph, lists)
+    assert [op.part for op in lists[0] if op.kind == "merge" and op.direction == "F"] == [3, 2, 1, 0]
+    assert [op.part for op in lists[0] if op.kind == "handover" and op.direction == "F"] == [0, 1, 2, 3]
 
 
 def test_it_is_drawn():
