@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foldray.graph import Op
-from foldray.kinds import MERGE
 from foldray.orders import OverlapKind, Run
 
 
@@ -18,12 +17,4 @@ def in_pairs(run: Run, lag: int) -> Iterator[Op]:
     yield from run.end()
 
 
-def last_sum_first(run: Run, lag: int) -> Iterator[Op]:
-    """Yield the order A0 E0 A1 E1 M1 M0."""
-    ops = list(in_pairs(run, lag))
-    yield from (op for op in ops if op.kind != MERGE)
-    yield from (op for op in reversed(ops) if op.kind == MERGE)
-
-
 PAIRS = OverlapKind("pairs", "this test", "all-to-alls behind the other piece of a pair", in_pairs)
-LAST_SUM_FIRST = OverlapKind("last_sum_first", "this test", "nothing", last_sum_first)
