@@ -212,7 +212,7 @@ def message_seconds(graph: StepGraph, recordings: Sequence[Recording]) -> dict[t
 
 
 def op_costs(graph: StepGraph, recordings: Sequence[Recording]) -> OpCosts:
-    """Return the times of a recorded step's ops, for `by_urgency` and `settle`: medians over blocks and micro-batches.
+    """Return the times of a recorded step's ops, for `Ordering.costs` and `settle`: medians over blocks and micro-batches.
 
     Args:
         recordings: recordings of the ranks of one pipeline position.

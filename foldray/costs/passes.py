@@ -20,7 +20,7 @@ from foldray.costs.bounds import ends_of, stage_works
 from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.rank import RankCosts, pieces_of
 from foldray.costs.shares import Price, Stretch
-from foldray.graph import Direction, Op, PipelineGraph, Reduction, Slicing, StepGraph, gathers
+from foldray.graph import Direction, Op, PipelineGraph, Reduction, StepGraph
 from foldray.kinds import HANDOVER, HEAD
 from foldray.orders import Ordering, Overlap, passes, place_handovers, stage_order
 
@@ -56,28 +56,18 @@ class StageList(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def stage_list(
-    stages: tuple[tuple[BlockSpec, ...], ...],
-    number: int,
-    direction: Direction,
-    overlap: Overlap,
-    slicing: Slicing,
-    recompute: tuple[str, ...],
-    batch_degree: int,
-    gathers: bool = False,
-) -> StageList:
+def stage_list(graph: StepGraph, number: int, direction: Direction, overlap: Overlap) -> StageList:
     """Return the compiled list of one pass of one stage, for all parts of a micro-batch.
 
     Args:
-        overlap, slicing, recompute, batch_degree: as in `Ordering`, with the slicing of a rank's share of a sequence.
+        graph: the stage between its neighbours (`StepGraph.alone`).
     """
-    graph = StepGraph(stages, slicing, len(stages), batch_degree, False, recompute, batch_degree=batch_degree, gathers=gathers)
 
     def piece(op: Op) -> Piece:
         return Piece(op.kind, op.direction == "B", graph.tokens(op), graph.block(op))
 
-    lists: list[tuple[Op, ...]] = [()] * len(stages)
-    lists[number] = stage_order(graph, number, direction, overlap)
+    lists: list[tuple[Op, ...]] = [()] * graph.positions
+    lists[number] = tuple(op for op in stage_order(graph, number, direction, overlap) if op.kind != HANDOVER)
     compiled = CompiledSchedule(graph, lists, piece, partial=True)
 
     def ends_at(kind: str, layer: int) -> tuple[tuple[int, int, range], ...]:
@@ -223,12 +213,8 @@ class Passes:
 
     def _simulated(self, stages: tuple[tuple[BlockSpec, ...], ...], number: int, direction: Direction, head: bool = True) -> Pass:
         """Return a pass of a stage, simulated alone; without `head`, up to the head, which must come after all other ops."""
-        ordering, slicing = self.candidate.ordering, self.pieces.slicing
-        overlap = overlap_of(ordering, direction)
-        order = stage_list(
-            stages, number, direction, overlap, slicing, ordering.recompute, ordering.batch_degree,
-            gathers(slicing, self.candidate.fold.cp),
-        )  # fmt: skip
+        overlap = overlap_of(self.candidate.ordering, direction)
+        order = stage_list(self.candidate.graph.alone(stages), number, direction, overlap)
         prices = [self.rank.price(*piece) for piece in order.compiled.classes]
         count = len(order.compiled.ops) if head else order.before_head
         starts, ends = (times[:count] for times in order.compiled.run([price.lanes for price in prices])[:2])

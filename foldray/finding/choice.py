@@ -125,7 +125,7 @@ class Choice:
         if number not in self.predicted:
             ordering = self.orderings[number]
             graph = self._graph_of(ordering, self._passes * ordering.batch_degree)
-            alone = replace(graph, stages=(graph.stages[0][:_BLOCKS],), pp=1, chunks=(), places=())
+            alone = replace(graph.alone((graph.stages[0][:_BLOCKS],), graph.later), micro_batches=graph.micro_batches)
             cost = self.times.cost(alone)
             if ordering.forward.row.found:
                 lists = first_list(alone, cost, ordering.ahead)

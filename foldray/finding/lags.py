@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from foldray.clock import COMPUTE, Cost, OpCosts
 from foldray.clock.simulator import simulate
 from foldray.graph import Op, StepGraph
@@ -40,8 +38,7 @@ def settle(ordering: Ordering, graph: StepGraph, stage: int, costs: OpCosts) -> 
     ordering = ordering._replace(costs=costs)
     if not ordering.open:
         return ordering
-    blocks = graph.stages[stage][:_BLOCKS]
-    alone = replace(graph, stages=(blocks,), pp=1, micro_batches=graph.batch_degree, chunks=(), places=())
+    alone = graph.alone((graph.stages[stage][:_BLOCKS],), graph.later)
     seconds = dict(costs.seconds)
 
     def cost(op: Op) -> tuple[tuple[str, float], ...]:

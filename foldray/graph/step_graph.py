@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from foldray.graph.op import Direction, Op, route
+from foldray.graph.op import Op, route
 from foldray.graph.pipeline_graph import Channel
 from foldray.graph.step_ops import StepOps
 from foldray.kinds import (
@@ -46,10 +46,8 @@ class StepGraph(StepOps):
 
     def needs(self, op: Op) -> tuple[Op, ...]:
         if op.kind == REDUCE:
-            passes = range(self.micro_batches)
-            ways: dict[str, Direction] = dict.fromkeys(self.later, "W")
-            makers = ((kind, layer, ways.get(kind, "B")) for kind, layer in self.makers(op))
-            return tuple(piece for kind, layer, way in makers for m in passes for piece in self.pieces(kind, layer, m, way))
+            makers = ((kind, layer, m) for kind, layer in self.makers(op) for m in range(self.micro_batches))
+            return tuple(piece for kind, layer, m in makers for piece in self.pieces(kind, layer, m, self.adds(kind)))
         if op.direction == "W":
             return (*self.left_by(op), *self._added_before(op))
         if op.direction == "R":

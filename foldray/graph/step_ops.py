@@ -12,10 +12,10 @@ and `part` is the number of the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple, Self
 
 from foldray.blueprint import BlockSpec, Maker, ModelSpec
@@ -151,6 +151,10 @@ class StepOps:
         """
         return replace(self, chunks=tuple(max(of_position, key=len) for of_position in zip(*ranks, strict=True)))
 
+    def alone(self, stages: tuple[tuple[BlockSpec, ...], ...], later: tuple[str, ...] = ()) -> Self:
+        """Return a step of one micro-batch with the same cuts, through other stages at a position each, without reductions."""
+        return replace(self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later)
+
     @property
     def apart(self) -> bool:
         """Whether the experts have positions of their own."""
@@ -197,11 +201,10 @@ class StepOps:
             if self.backward:
                 head = [op for op in forward if op.kind == HEAD]  # its pieces go backward in the order of their forward
                 for op in (*head, *reversed([op for op in forward if op.kind != HEAD])):
-                    yield from self.rerun(op)
                     if op.kind == HANDOVER:
                         yield from self.handovers("B", op.layer + 1, m) if op.part == 0 else ()
                     elif op.kind != COUNTS:
-                        yield op._replace(direction="B")
+                        yield from self.backward_of(op)
                         yield from (left for left in self.weights(op) if left.part == op.part)
         for position in range(len(self.chunks)):
             yield from self.reductions(position)
@@ -257,23 +260,32 @@ class StepOps:
         """Return the block of an op; None for embedding and head."""
         return None if op.kind in (EMBED, HEAD) else self.blocks[op.layer]
 
+    def travelling(self, stage: int, direction: Direction) -> Iterator[Op]:
+        """Return the ops of one pass of a stage that travel, for the parts of the first micro-batch, with the handover that the
+        stage sends. An op comes after those of them that it needs."""
+        parts = range(self.batch_degree)
+        forward = [op for m in parts for op in self._stage(stage, m) if OP_KINDS[op.kind].travels]
+        if direction == "F":
+            return iter(forward)
+        backward = [op._replace(direction="B") for op in reversed(forward) if op.kind not in (COUNTS, HANDOVER)]
+        pieces = (op for m in reversed(parts if stage else ()) for op in self.handovers("B", stage, m))
+        return chain(backward, pieces)
+
     def handovers(self, direction: Direction, stage: int, m: int) -> Iterator[Op]:
         """Return all pieces of the handover that a stage sends, in the order in which the stage makes them."""
         parts = range(len(self._handover_cuts(direction, stage)) - 1)
         return (handover(direction, stage, m, part) for part in (parts if direction == "F" else reversed(parts)))
 
-    def rerun(self, op: Op) -> tuple[Op, ...]:
-        """Return the ops that run again right before the backward of an op. The queries of a slice come from its projections."""
-        if op.kind not in self.again or op.kind == PROJECT:
-            return ()
-        kinds = (self.entry, ATTENTION) if op.kind == ATTENTION and self.gathers else (op.kind,)
-        return tuple(op._replace(kind=kind, direction="R") for kind in kinds)
+    def backward_of(self, op: Op) -> tuple[Op, ...]:
+        """Return the backward of a forward op, after what runs again right before it. The queries of a slice come from its
+        projections."""
+        again = () if op.kind == PROJECT or op.kind not in self.again else (op.kind,)
+        kinds = (self.entry, ATTENTION) if again == (ATTENTION,) and self.gathers else again
+        return (*(op._replace(kind=kind, direction="R") for kind in kinds), op._replace(direction="B"))
 
-    def mirrored(self, forwards: Sequence[Op]) -> Iterator[Op]:
-        """Return the backwards of forward ops in reverse order, each after what runs again for it."""
-        for op in reversed(forwards):
-            yield from self.rerun(op)
-            yield op._replace(direction="B")
+    def adds(self, kind: str) -> Direction:
+        """Return the direction of the ops of a kind that add to gradients of weights."""
+        return "W" if kind in self.later else "B"
 
     def weights(self, op: Op) -> tuple[Op, ...]:
         """Return the op with the gradients of weights that the backward of an op leaves, if it leaves them."""

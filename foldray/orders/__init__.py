@@ -20,4 +20,3 @@ from foldray.orders.overlaps import (
     overlap_kind,
 )
 from foldray.orders.pipeline import check_pipeline, passes, pipeline
-from foldray.orders.reduction import place_reductions

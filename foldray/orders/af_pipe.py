@@ -94,7 +94,8 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
     passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
     orders: list[list[Op]] = [[] for _ in range(positions)]
     spans: dict[Op, tuple[int, int]] = {}
-    forwards, backwards = zip(*((half.ops, tuple(graph.mirrored(half.ops))) for half in halves), strict=True)
+    forwards = [half.ops for half in halves]
+    backwards = [tuple(back for op in reversed(ops) for back in graph.backward_of(op)) for ops in forwards]
     ticks = max(map(len, backwards))  # of a unit of time, so that all ops of a half have whole numbers of ticks
     for half_pass, start in passes:
         half = halves[half_pass.half]
@@ -143,22 +144,16 @@ def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -
     free = [0] * graph.positions  # when each position is free
     turn: list[Direction] = ["F"] * graph.positions  # the direction that goes first if both wait
     ready = [{direction: list[tuple[tuple[int, ...], _Pass]]() for direction in _DIRECTIONS} for _ in free]
-    events: list[tuple[int, int, _Pass | None]] = [(0, 0, None)]  # when a pass becomes ready, or a position may look again
-    number = now = 0
-
-    def at(time: int, half_pass: _Pass | None) -> None:
-        nonlocal number
-        number += 1
-        heapq.heappush(events, (time, number, half_pass))
-
+    events: list[tuple[int, _Pass | tuple[()]]] = [(0, ())]  # when a pass becomes ready, or a position may look again
+    now = 0
     while events:
         while started < graph.micro_batches and started - ended < alive:
-            at(now, _Pass("F", 0, started))
+            heapq.heappush(events, (now, _Pass("F", 0, started)))
             started += 1
         now = events[0][0]
         while events and events[0][0] == now:
-            _, _, half_pass = heapq.heappop(events)
-            if half_pass is not None:
+            _, half_pass = heapq.heappop(events)
+            if half_pass:
                 waiting = ready[halves[half_pass.half].position][half_pass.direction]
                 heapq.heappush(waiting, (priority(half_pass, graph.positions), half_pass))
         for position, waits in enumerate(ready):
@@ -170,12 +165,13 @@ def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -
             turn[position] = "B" if direction == "F" else "F"
             order.append((half_pass, now))
             free[position] = end = now + UNITS[direction] * halves[half_pass.half].units
-            at(end, None)
+            heapq.heappush(events, (end, ()))
             if direction == "F" and half_pass.half == last and graph.backward:
-                at(end, _Pass("B", last, half_pass.micro_batch))
+                heapq.heappush(events, (end, _Pass("B", last, half_pass.micro_batch)))
             elif half_pass.half == (last if direction == "F" else 0):
                 ended += 1
             else:
                 onwards = half_pass.half + (1 if direction == "F" else -1)
-                at(end + _WAY * (halves[onwards].position != position), half_pass._replace(half=onwards))
+                arrival = end + _WAY * (halves[onwards].position != position)
+                heapq.heappush(events, (arrival, half_pass._replace(half=onwards)))
     return max(free), order

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foldray.clock.check import check
-from foldray.clock.times import UNITS
+from foldray.clock.compiled import COMPUTE
+from foldray.clock.times import UNITS, Span, times
 from foldray.graph.op import Op, Schedule
 from foldray.graph.pipeline_graph import Graph
 
@@ -49,12 +50,12 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
         [((spans[op][1], False, rank[op]), op) for op in ops] for ops in orders
     ]
     last = [(0.0, False, 0)] * len(orders)
-    sources = {op: max(computing.needs(op), key=rank.__getitem__) for op in graph.ops() if graph.channel(op) is not None}
+    needs = {op: computing.needs(op) for op in graph.ops() if graph.channel(op) is not None}
+    sources = {op: max(of_op, key=rank.__getitem__) for op, of_op in needs.items()}
     for op, source in sorted(sources.items(), key=lambda pair: rank[pair[1]]):
-        sender, *receivers = graph.where(op)
-        begin, end = spans[source]
-        for position in (sender, *receivers):
-            sends = position == sender or any(position_of[need] == position for need in computing.needs(op))
+        places, (begin, end) = graph.where(op), spans[source]
+        for position in places:
+            sends = position == places[0] or any(position_of[need] == position for need in needs[op])
             key = (end, False, rank[source]) if sends else (begin, True, rank[source])
             # Sorting is stable, so a receive that comes too early for the common order goes right behind the one before.
             last[position] = max(last[position], key)
@@ -62,37 +63,31 @@ def place_handovers(graph: Graph, orders: Schedule, spans: Mapping[Op, tuple[flo
     return tuple(tuple(op for _, op in sorted(key, key=lambda entry: entry[0])) for key in lists)
 
 
-def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict[Op, tuple[int, int]]:
-    """Return when each op begins and ends. The times are those of `unit_times` without communication, but found faster.
+def unit_spans(graph: Graph, orders: Sequence[Sequence[tuple[Op, ...]]]) -> dict[Op, Span]:
+    """Return when each op begins and ends. The times are those of `unit_times`, without communication.
 
     Args:
         orders: for every position, tuples of ops that compute. The ops of a tuple run at once: they begin together when all
             that they need is there, and end together.
     """
-    computing = _Computing(graph)
-    heads, free, spans = [0] * len(orders), [0] * len(orders), dict[Op, tuple[int, int]]()
-    moved = True
-    while moved:
-        moved = False
-        for position, order in enumerate(orders):
-            while heads[position] < len(order):
-                together = order[heads[position]]
-                needs = [need for op in together for need in computing.needs(op)]
-                if any(need not in spans for need in needs):
-                    break
-                start = max([free[position], *(spans[need][1] for need in needs)])
-                free[position] = start + sum(UNITS[op.direction] for op in together)
-                spans.update(dict.fromkeys(together, (start, free[position])))
-                heads[position] += 1
-                moved = True
-    return spans
+    together = {op: ops for order in orders for ops in order for op in ops}
+    firsts = tuple(tuple(ops[0] for ops in order) for order in orders)
+    spans = times(
+        _Computing(graph, together), firsts, lambda op: ((COMPUTE, sum(UNITS[each.direction] for each in together[op])),)
+    )
+    return {op: spans[ops[0]] for op, ops in together.items()}
 
 
 @dataclass(frozen=True)
 class _Computing:
-    """A graph without its handovers. An op that needs a handover in the original graph needs the sender's op here."""
+    """A graph without its handovers. An op that needs a handover in the original graph needs the sender's op here.
+
+    Args:
+        together: the ops that run at once with an op, and the op itself. The first of them stands for all.
+    """
 
     graph: Graph
+    together: Mapping[Op, tuple[Op, ...]] = field(default_factory=dict)
 
     @property
     def positions(self) -> int:
@@ -102,7 +97,8 @@ class _Computing:
         return (op for op in self.graph.ops() if self.graph.channel(op) is None)
 
     def needs(self, op: Op) -> tuple[Op, ...]:
-        return tuple(source for need in self.graph.needs(op) for source in self._sources(need))
+        needs = (need for each in self.together.get(op, (op,)) for need in self.graph.needs(each))
+        return tuple(self.together.get(source, (source,))[0] for need in needs for source in self._sources(need))
 
     def where(self, op: Op) -> tuple[int, ...]:
         return self.graph.where(op)

@@ -1,39 +1,28 @@
 """The lists of pipeline positions: all ops of a position in a step, in the order in which they start.
 
 The pipeline schedule orders the stages, and a generator (`overlaps.py`) orders the computation inside a stage. The backward
-of a stage is the mirror image of a forward order. A collective starts as soon as the data that it carries is ready.
+of a stage is the mirror image of a forward order. All else goes where the graph's edges say: what travels inside a pass as soon
+as its data is ready (`stage_order`), and what belongs to several passes when the list is written (`PositionList`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import zip_longest
 
 from foldray.clock.times import OpCosts
 from foldray.graph.chunks import Reduction
 from foldray.graph.op import Direction, Op, Schedule
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import (
-    ATTENTION,
-    COMBINE,
-    COUNTS,
-    DISPATCH,
-    EXCHANGES,
-    EXPERT,
-    GATHER,
-    HANDOVER,
-    HEAD,
-    MERGE,
-    PROJECT,
-    ROUTE,
-    STAGE,
-)
+from foldray.kinds import EXCHANGES, HANDOVER, HEAD, STAGE
 from foldray.orders.af_pipe import af_pipe
 from foldray.orders.generators import Run, group
 from foldray.orders.ordering import Ordering
 from foldray.orders.overlaps import USUAL_LAG, Overlap
 from foldray.orders.pipeline import passes, pipeline
-from foldray.orders.reduction import place_reductions
+from foldray.orders.position import PositionList
 
 
 def step_schedule(
@@ -62,91 +51,41 @@ def position_list(graph: StepGraph, position: int, ordering: Ordering) -> tuple[
     """Return the list of one pipeline position."""
     if ordering.found is not None and ordering.found.graph == graph:
         return ordering.found.order
-    if graph.apart:
-        passes_of_stages = [af_pipe(graph, ordering.alive)[position]]
-    else:
-        weaves = ordering.forward.row.weaves
-        stages = pipeline(graph.pipeline, weaves)[position]
-        woven = passes(graph.pipeline, position, woven=True).pairs if weaves else ()
-        passes_of_stages = expand(graph, stages, ordering.forward, ordering.backward, woven)
-    return place_reductions(graph, completed(graph, passes_of_stages), position, ordering.reduction, ordering.costs)
+    written = PositionList(graph, position, ordering.reduction, ordering.costs)
+    for ops in [af_pipe(graph, ordering.alive)[position]] if graph.apart else _passes(graph, position, ordering):
+        written.write(ops)
+    return written.end()
 
 
-def expand(
-    graph: StepGraph,
-    stages: Iterable[Op],
-    forward: Overlap,
-    backward: Overlap | None = None,
-    woven: Iterable[tuple[Op, Op]] = (),
-) -> list[tuple[Op, ...]]:
-    """Return the ops of every pass of a position's stages, in order, with collectives and handovers.
+def _passes(graph: StepGraph, position: int, ordering: Ordering) -> Iterator[Sequence[Op]]:
+    """Yield the ops of every pass of a position's stages, in the pipeline's order, and the handovers that it receives."""
+    weaves, overlaps = ordering.forward.row.weaves, {"F": ordering.forward, "B": ordering.backward}
+    stages = pipeline(graph.pipeline, weaves)[position]
+    pairs = dict(passes(graph.pipeline, position, woven=True).pairs) if weaves else {}
+    held, seconds = {op.layer for op in stages if op.kind == STAGE}, set(pairs.values())
 
-    Args:
-        stages: `stage` and `handover` ops of the position, in order.
-        woven: pairs of a forward and a backward whose ops go in turns (`weave`).
-    """
-    settings, stages = {"F": forward, "B": backward or forward}, tuple(stages)
-    held, pairs = {op.layer for op in stages if op.kind == STAGE}, dict(woven)
-    seconds = frozenset(pairs.values())
-    orders: dict[Op, tuple[Op, ...]] = {}  # for the first micro-batch
+    @cache
+    def first(kind: str, direction: Direction, layer: int) -> tuple[Op, ...]:
+        """Return the ops of the first micro-batch."""
+        if kind == HANDOVER:
+            return tuple(op for op in graph.travelling(layer, direction) if op.kind == HANDOVER)
+        return stage_order(graph, layer, direction, overlaps[direction])
 
     def order(op: Op) -> list[Op]:
-        first = op._replace(micro_batch=0)
-        if first not in orders and op.kind == HANDOVER:
-            orders[first] = _handover(graph, op.layer, op.direction)
-        elif first not in orders:
-            inside = stage_order(graph, op.layer, op.direction, settings[op.direction])
-            orders[first] = _with_handover(graph, inside, op.layer, op.direction)
         ahead = op.micro_batch * graph.batch_degree
-        return [inner._replace(micro_batch=ahead + inner.micro_batch) for inner in orders[first]]
+        return [inner._replace(micro_batch=ahead + inner.micro_batch) for inner in first(op.kind, op.direction, op.layer)]
 
-    expanded: list[tuple[Op, ...]] = []
     for op in stages:
-        if op in seconds or (op.kind == HANDOVER and op.layer in held):
-            continue  # the stage that makes its pieces sends them
-        expanded.append(weave(graph, order(op), order(pairs[op])) if op in pairs else tuple(order(op)))
-    return expanded
-
-
-def completed(graph: StepGraph, passes: Iterable[Iterable[Op]]) -> tuple[Op, ...]:
-    """Return a position's list: its passes one after another, with what follows from their order.
-
-    - A piece of a head goes backward right after its forward, so that the logits of one piece exist at a time.
-    - Gradients of weights that a backward leaves (W) are computed while the next op travels, and before the end of the pass.
-      Those of a head need the gradients of its logits, so they come before its next piece. Those of several pieces (`whole`)
-      wait for the last of these.
-    """
-    placed, left, missing = list[Op](), list[Op](), dict[Op, int]()
-
-    def place(op: Op) -> None:
-        placed.append(op)
-        if op.direction == "B":
-            for weights in graph.weights(op):
-                missing[weights] = missing.get(weights, len(graph.left_by(weights))) - 1
-                left.extend([weights] if not missing[weights] else [])
-
-    def place_left(*, heads: bool = True) -> None:
-        placed.extend(op for op in left if heads or op.kind != HEAD)
-        left[:] = [op for op in left if not heads and op.kind == HEAD]
-
-    for ops in passes:
-        for op in ops:
-            if op.kind != HEAD:
-                place(op)
-            elif op.direction == "F" or not graph.backward:
-                place_left()
-                place(op)
-                if graph.backward:
-                    place(op._replace(direction="B"))
-            if graph.channel(op) is not None:
-                place_left()
-        place_left(heads=False)
-    place_left()
-    return tuple(placed)
+        if op in pairs:
+            yield weave(graph, order(op), order(pairs[op]))
+        elif op not in seconds and not (op.kind == HANDOVER and op.layer in held):  # a stage here sends its pieces itself
+            yield order(op)
 
 
 def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Overlap) -> tuple[Op, ...]:
-    """Return the ops of one pass of a stage, with collectives, for the parts of the first micro-batch.
+    """Return the ops of one pass of a stage, for the parts of the first micro-batch, with the handover that the stage sends.
+
+    What travels starts right after the last op that it needs. The pieces of a handover leave in order.
 
     Args:
         direction: F or B. A backward pass includes recomputation (R).
@@ -161,41 +100,15 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
         order += row.order(run, overlap.lag or USUAL_LAG)
         if row.drains and blocks[-1] in graph.heads:
             order += group(graph, HEAD, blocks[-1])
-    return _with_collectives(graph, order if direction == "F" else list(graph.mirrored(order)))
-
-
-def _handover(graph: StepGraph, stage: int, direction: Direction) -> tuple[Op, ...]:
-    """Return the handover that a stage sends, in pieces, for the parts of the first micro-batch.
-
-    Backward, a stage reaches the last part first.
-    """
-    last = len(graph.stages) - 1 if direction == "F" else 0
-    parts = range(graph.batch_degree if stage != last else 0)
-    return tuple(op for m in (parts if direction == "F" else reversed(parts)) for op in graph.handovers(direction, stage, m))
-
-
-def _with_handover(graph: StepGraph, order: tuple[Op, ...], stage: int, direction: Direction) -> tuple[Op, ...]:
-    """Insert every piece of a stage's handover right after the last op that it needs, but after all earlier pieces."""
-    place, at, after = {op: i for i, op in enumerate(order)}, 0, dict[int, list[Op]]()
-    for op in _handover(graph, stage, direction):
-        at = max([at, *(place[need] for need in graph.needs(op))])
-        after.setdefault(at, []).append(op)
-    return tuple(placed for i, op in enumerate(order) for placed in (op, *after.get(i, ())))
-
-
-def _with_collectives(graph: StepGraph, order: list[Op]) -> tuple[Op, ...]:
-    """Insert every collective right after the last op that it needs."""
-    after = {
-        (ROUTE, "F"): (COUNTS, DISPATCH) if graph.ragged else (DISPATCH,),
-        (EXPERT, "F"): (COMBINE,),
-        (MERGE, "B"): (COMBINE,),
-        (EXPERT, "B"): (DISPATCH,),
-        (PROJECT, "F"): (GATHER,),
-        (ATTENTION, "B"): (GATHER,) if graph.gathers else (),
-    }
-    return tuple(
-        placed for op in order for placed in (op, *(op._replace(kind=kind) for kind in after.get((op.kind, op.direction), ())))
-    )
+    if direction == "B":
+        order = [back for op in reversed(order) for back in graph.backward_of(op)]
+    index, after, handed_over = {op: i for i, op in enumerate(order)}, defaultdict[int, list[Op]](list), 0
+    for op in graph.travelling(stage, direction):
+        index[op] = max(index[need] for need in graph.needs(op))
+        if op.kind == HANDOVER:
+            index[op] = handed_over = max(handed_over, index[op])
+        after[index[op]].append(op)
+    return tuple(placed for i, op in enumerate(order) for placed in (op, *after[i]))
 
 
 def weave(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tuple[Op, ...]:

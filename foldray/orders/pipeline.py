@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from foldray.errors import UserError
@@ -10,6 +11,7 @@ from foldray.graph.pipeline_graph import PipelineGraph
 from foldray.orders.handovers import place_handovers, unit_spans, with_handovers
 
 
+@lru_cache(maxsize=24)  # every position takes its list from the same lists
 def pipeline(graph: PipelineGraph, woven: bool = False) -> Schedule:
     """Return the schedule of a pipeline.
 

@@ -19,7 +19,7 @@ from foldray.finding import Found, settle
 from foldray.graph import Chunk, Op, StepGraph
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.model import Batch, Losses, Transformer
-from foldray.orders import KINDS, OVERLAPS, Ordering, position_list
+from foldray.orders import KINDS, OVERLAPS, Ordering, ordered_schedule, position_list
 from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.graphs import CapturedOps, Captures, compare
@@ -178,7 +178,7 @@ class Execution:
     def _prove(self, graph: StepGraph, kind: str) -> None:
         """Check the lists of all positions. Those of the table's own kinds are legal for every graph, as tests show."""
         try:
-            check(graph, tuple(position_list(graph, position, self.ordering) for position in range(graph.positions)))
+            check(graph, ordered_schedule(graph, self.ordering))
         except ScheduleError as error:
             raise UserError("schedule.kind", kind, f"makes lists that cannot run: {error}", OVERLAPS) from None
         except KeyError as error:

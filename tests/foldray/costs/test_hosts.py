@@ -16,7 +16,7 @@ from foldray.costs.prediction import Step, predict
 from foldray.costs.rank import OpWork
 from foldray.costs.shares import Price, Work
 from foldray.fold import Fold
-from foldray.graph import Direction, Slicing
+from foldray.graph import Direction, Slicing, StepGraph
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, MERGE, ROUTE
 from foldray.orders import Ordering, Overlap
 
@@ -27,8 +27,8 @@ SECONDS = {ATTENTION: 4.0, ROUTE: 1.0, DISPATCH: 2.0, EXPERT: 4.0, COMBINE: 2.0,
 def a_list(kind: str = "sequential", degree: int = 1, direction: Direction = "F") -> StageList:
     cut = (64 // degree,) * degree
     overlap = Overlap(kind, 1)
-    blocks = (MODEL.block(0),)
-    return stage_list((blocks,) * 3, 1, direction, overlap, Slicing(cut, cut), (), 1)
+    graph = StepGraph(((MODEL.block(0),),) * 3, Slicing(cut, cut), 3, ragged=False)
+    return stage_list(graph, 1, direction, overlap)
 
 
 def prices(order: StageList) -> list[Price]:

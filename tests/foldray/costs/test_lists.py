@@ -38,8 +38,8 @@ def test_a_pipeline_ends_as_its_schedule_does(pp: int, micro_batches: int, virtu
 def test_pieces_that_cost_the_same_are_priced_once(kind: str, direction: str) -> None:
     slicing = Slicing((48,) if kind == "moe_only" else (24, 24), (24, 24))
     stages = ((MOE, DENSE, MOE),)
-    order = stage_list(stages, 0, direction, Overlap(kind, 1), slicing, ("expert",), 1).compiled
     graph = StepGraph(stages, slicing, 1, 1, False, ("expert",))
+    order = stage_list(graph, 0, direction, Overlap(kind, 1)).compiled
     assert list(order.ops) == list(dict.fromkeys(stage_order(graph, 0, direction, Overlap(kind, 1))))
     assert len(order.classes) < len(order.ops)
     for op, number in zip(order.ops, order.class_of, strict=True):

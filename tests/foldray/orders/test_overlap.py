@@ -295,6 +295,16 @@ def test_a_stage_begins_with_the_first_piece_of_the_stage_before(kind: str) -> N
     assert [each.part for each in gradients] == ([0] if kind == "moe_only" else [3, 2, 1, 0])
 
 
+def test_the_last_part_of_a_micro_batch_hands_over_its_gradients_first() -> None:
+    """Each piece leaves right after attention has gone backward, while the other part is still computed."""
+    graph = graph_of(((MOE,), (MOE,)), 1, pp=2, micro_batches=2, batch_degree=2)
+    schedule = step_schedule(graph, Overlap("flow"))
+    check(graph, schedule)
+    sent = [(before, op) for before, op in pairwise(schedule[1]) if op.kind == "handover" and op.direction == "B"]
+    assert [op.micro_batch for _, op in sent] == [1, 0]
+    assert all(before == Op("attention", "B", 1, 0, op.micro_batch) for before, op in sent)
+
+
 def test_slices_and_micro_batches_meet_by_their_tokens() -> None:
     graph = StepGraph(((MOE, MOE),), Slicing((5, 2, 1), (3, 3, 2)), ragged=False)
     route = [{need.part for need in graph.needs(op) if need.kind == "attention"} for op in graph.pieces("route", 0)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +15,9 @@ from foldray.costs.device import Device
 from foldray.costs.prediction import Step, predict
 from foldray.costs.rank import OpWork
 from foldray.errors import UserError
-from foldray.graph import SliceCost, StepGraph, slice_sequence
-from foldray.orders import Overlap, stage_order, step_schedule
+from foldray.graph import Op, SliceCost, StepGraph, slice_sequence
+from foldray.kinds import MERGE
+from foldray.orders import Overlap, OverlapKind, Run, stage_order, step_schedule
 from foldray.plan.space import Space
 from tests.foldray.blocks import MOE
 from tests.foldray.costs.test_prediction import candidate, machines
@@ -36,6 +39,24 @@ def test_it_orders_a_stage_and_is_checked():
     computed = [f"{letters[op.kind]}{op.part}" for op in order if op.kind in letters and op.layer == 0]
     assert " ".join(computed) == "A0 A1 E0 E1 A2 A3 E2 E3 M0 M1 M2 M3"
     check(GRAPH, step_schedule(GRAPH, Overlap(KIND)))
+
+
+def last_sum_first(run: Run, lag: int) -> Iterator[Op]:
+    """Yield the order A0 A1 E0 E1 A2 A3 E2 E3 M3 M2 M1 M0."""
+    ops = list(zigzag.in_pairs(run, lag))
+    yield from (op for op in ops if op.kind != MERGE)
+    yield from (op for op in reversed(ops) if op.kind == MERGE)
+
+
+LAST_SUM_FIRST = OverlapKind("last_sum_first", "this test", "nothing", last_sum_first)
+
+
+def test_pieces_of_a_handover_leave_in_order_whatever_a_kind_makes_first():
+    graph = replace(GRAPH, stages=((MOE,), (MOE,)), pp=2)
+    lists = step_schedule(graph, Overlap(f"{__name__}:LAST_SUM_FIRST"))
+    check(graph, lists)
+    assert [op.part for op in lists[0] if op.kind == "merge" and op.direction == "F"] == [3, 2, 1, 0]
+    assert [op.part for op in lists[0] if op.kind == "handover" and op.direction == "F"] == [0, 1, 2, 3]
 
 
 def test_it_is_drawn():

@@ -12,7 +12,8 @@ from foldray.blueprint import GradientPart, ModelSpec, Ownership
 from foldray.clock import COMPUTE, OpCosts, Recording, ScheduleError, Span, check, op_costs, simulate
 from foldray.fold import Fold
 from foldray.graph import REDUCTIONS, Op, Reduction, SliceCost, Slicing, StepGraph, cut_buffer, slice_sequence
-from foldray.orders import OVERLAPS, Overlap, place_reductions, step_schedule
+from foldray.orders import OVERLAPS, Overlap, step_schedule
+from foldray.orders.position import PositionList
 from tests.foldray.blocks import DENSE, MOE
 from tests.foldray.parity import MODEL
 from tests.gate import examples
@@ -222,4 +223,6 @@ def test_costs_are_read_from_a_recorded_step() -> None:
     found = op_costs(graph, [Recording(order, spans)])
     assert dict(found.seconds)["attention", "B", 0] == pytest.approx(2.0)
     assert dict(found.seconds)["dispatch", "F", 1] == pytest.approx(0.5)
-    assert place_reductions(graph, [op for op in order if op.kind != "reduce"], 0, Reduction("buckets")) == order
+    again = PositionList(graph, 0, Reduction("buckets"))
+    again.write([op for op in order if op.kind != "reduce"])
+    assert again.end() == order

@@ -1,0 +1,124 @@
+"""The list of a pipeline position, written pass by pass, with all that follows from the order of the passes.
+
+The graph says what an op needs. An op that no generator orders begins once the list has all of that, at one of these places:
+
+- A piece of a head goes backward right after its forward, so that the logits of one piece exist at a time.
+- Gradients of weights that backwards leave (W) are computed while the next op travels, and before the end of the pass. Those of
+  a head need the gradients of its logits, so they come before its next piece.
+- Gradients are reduced as the kind of reduction says:
+
+| kind | source | when a chunk is reduced |
+|---|---|---|
+| `end` | plain expert and data parallelism | after everything else, each buffer as one chunk |
+| `buckets` | PyTorch's DistributedDataParallel, Megatron-LM | as soon as its gradients are complete, whatever else travels |
+| `chunks` | FlowMoE, section 3.3 | when its gradients are complete and no all-to-all needs the link |
+
+While the times of the ops are not known, `chunks` leave like `buckets`, and all-to-alls then wait for reductions that no op needs
+yet. If the times are known, a reduction is held back until the link is about to be idle before the next computation ends:
+FlowMoE's priority of all-to-alls, which then wait for at most one chunk. FlowMoE polls a flag during the step. Here this is
+decided once, when the list is made, from times that all ranks of a pipeline position share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+
+from foldray.blueprint import Maker
+from foldray.clock.times import OpCosts
+from foldray.graph.chunks import Reduction
+from foldray.graph.op import Op
+from foldray.graph.step_graph import StepGraph
+from foldray.kinds import HANDOVER, HEAD, OP_KINDS, REDUCE
+
+
+class PositionList:
+    """The list of a position, while it is being written.
+
+    Args:
+        reduction: when the position's chunks (`graph.chunks`) are reduced.
+        costs: the times of the ops, if they are known.
+    """
+
+    def __init__(self, graph: StepGraph, position: int, reduction: Reduction, costs: OpCosts | None = None):
+        self.graph, self.costs, self._ops = graph, costs if reduction.gives_way else None, list[Op]()
+        chunks, at_the_end = list(graph.reductions(position)), reduction.kind == "end"
+        self._weights, self._reductions = list[Op](), deque(chunks if at_the_end else ())  # what can begin
+        # Of what cannot begin yet, how much it needs, and how much of this is in the list.
+        self._wanted, self._there = dict[Op | Maker, int](), Counter[Op | Maker]()
+        self._chunks_of: dict[Maker, list[Op]] = defaultdict(list)
+        for op in () if at_the_end else chunks:
+            makers = graph.makers(op)
+            self._wanted[op] = len(makers)
+            for maker in makers:
+                self._chunks_of[maker].append(op)
+                pieces = tuple(graph.pieces(*maker, direction=graph.adds(maker[0])))
+                self._wanted[maker] = graph.micro_batches * len(pieces)
+        # By the times of the ops: when the computation that has begun ends, when the link is idle, and when ops arrive.
+        self._now = self._link = 0.0
+        self._arrival: dict[Op, float] = {}
+        self._seconds = dict(costs.seconds) if costs else {}
+
+    def write(self, ops: Iterable[Op]) -> None:
+        """Write the ops of a pass, with all that travels but the chunks of gradients."""
+        for op in ops:
+            if op.kind == HEAD and self.graph.backward:
+                if op.direction == "F":
+                    self._compute_weights()
+                    self._put(op)
+                    self._put(op._replace(direction="B"))
+                continue
+            self._put(op)
+            if OP_KINDS[op.kind].travels:
+                self._compute_weights()
+        self._compute_weights(heads=False)
+
+    def end(self) -> tuple[Op, ...]:
+        """Return the list with all that has not begun."""
+        self._compute_weights()
+        return (*self._ops, *self._reductions)
+
+    def _compute_weights(self, heads: bool = True) -> None:
+        weights, self._weights = self._weights, []
+        for op in weights:
+            if heads or op.kind != HEAD:
+                self._put(op)
+            else:
+                self._weights.append(op)
+
+    def _put(self, op: Op) -> None:
+        """Put an op into the list, and what can begin with it to what can begin."""
+        if self.costs is not None:
+            self._take_time(op, self.costs)
+        self._ops.append(op)
+        if op.direction == "B":
+            for left in self.graph.weights(op):
+                self._wanted[left] = len(self.graph.left_by(left))
+                self._weights += filter(self._is_last, [left])
+        maker = op.kind, op.layer
+        if maker in self._chunks_of and op.direction == self.graph.adds(op.kind) and self._is_last(maker):
+            self._reductions += filter(self._is_last, self._chunks_of[maker])
+            if self.costs is None:
+                self._ops += self._reductions
+                self._reductions.clear()
+
+    def _is_last(self, key: Op | Maker) -> bool:
+        """Count one more of what something needs. Return whether it was the last one."""
+        self._there[key] += 1
+        return self._there[key] == self._wanted[key]
+
+    def _take_time(self, op: Op, costs: OpCosts) -> None:
+        """Run an op on a clock with one computation and one link, after the reductions that begin before it ends."""
+        if op.kind == HANDOVER:
+            return  # it waits for other positions, and this clock has only one
+        if op.kind == REDUCE:
+            seconds = costs.startup + costs.per_byte * self.graph.chunk(op).bytes
+        else:
+            seconds = self._seconds.get((op.kind, op.direction, op.part), 0.0)
+        if OP_KINDS[op.kind].travels:
+            self._arrival[op] = self._link = max(self._link, self._now) + seconds
+            return
+        end = max([self._now, *(self._arrival[need] for need in self.graph.needs(op) if need in self._arrival)]) + seconds
+        while self._reductions and max(self._link, self._now) < end:
+            self._put(self._reductions.popleft())
+        self._now = end
