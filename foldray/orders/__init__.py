@@ -17,6 +17,7 @@ from foldray.orders.overlaps import (
     WEAVE,
     Overlap,
     OverlapKind,
+    order_kind,
     overlap_kind,
 )
 from foldray.orders.pipeline import check_pipeline, passes, pipeline

@@ -96,16 +96,9 @@ OVERLAPS: Mapping[str, OverlapKind] = {
 AF_PIPE = OverlapKind(
     "af_pipe", "DisagMoE, section 4.2", "rows between attention's ranks and the experts'", None, weights_apart=True
 )
-AUTO = OverlapKind(
-    "auto",
-    "this project",
-    "what is measured to hide most; nothing until then",
-    all_attention_first,
-    cuts=False,
-    cuts_attention=False,
-)
-"""The kind of recipes whose order training chooses. Until then they are `sequential`."""
-KINDS: Mapping[str, OverlapKind] = {AUTO.name: AUTO, **OVERLAPS, AF_PIPE.name: AF_PIPE}
+KINDS: Mapping[str, OverlapKind] = {**OVERLAPS, AF_PIPE.name: AF_PIPE}
+AUTO = SEQUENTIAL._replace(name="auto", source="this project", hides="what measured orders hide; nothing until then")
+"""The kind of recipes that leave the order to training. Until it has chosen, the order is that of `sequential`."""
 
 USUAL_LAG = 2
 
@@ -115,6 +108,11 @@ SEARCHED = tuple(name for name, row in OVERLAPS.items() if row.searched)
 
 def overlap_kind(name: str) -> OverlapKind:
     """Return a row by its name, or by `module:NAME`."""
+    return find_row("schedule.kind", {AUTO.name: AUTO, **KINDS}, OverlapKind, name)
+
+
+def order_kind(name: str) -> OverlapKind:
+    """Return the row of an order that steps may have."""
     return find_row("schedule.kind", KINDS, OverlapKind, name)
 
 

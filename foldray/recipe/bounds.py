@@ -10,7 +10,7 @@ from pydantic import Field, PlainSerializer
 from foldray.blueprint.sections import LARGEST
 from foldray.errors import UserError
 from foldray.kinds import RECOMPUTABLE
-from foldray.orders import KINDS, overlap_kind
+from foldray.orders import AUTO, KINDS, order_kind, overlap_kind
 from foldray.tables import IMPORTABLE, OWN, among
 from foldray.urls import without_secrets
 
@@ -53,7 +53,8 @@ TokenId = Annotated[int, Field(ge=0, lt=LARGEST)]
 Few = Field(min_length=1, max_length=16)  # training tries every value, and a tuner tries every combination
 Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
-OverlapName = Annotated[str, among((*KINDS, OWN), overlap_kind)]
+OrderName = Annotated[str, among((*KINDS, OWN), order_kind)]
+OverlapName = Annotated[str, among((AUTO.name, *KINDS, OWN), overlap_kind)]
 OwnRow = Annotated[str, among((OWN,), _check_own)]
 """An object in a module of the user's."""
 OwnRows = Annotated[tuple[OwnRow, ...], Field(max_length=64)]

@@ -13,7 +13,7 @@ from foldray.errors import UserError
 from foldray.files import load_yaml, parse_yaml
 from foldray.fold import Fold, divisors
 from foldray.graph import Reduction, SliceCost, Slicing
-from foldray.orders import AF_PIPE, LIST, OVERLAPS, Ordering, Overlap, Sequences, named_ordering
+from foldray.orders import AF_PIPE, AUTO, LIST, OVERLAPS, SEQUENTIAL, Ordering, Overlap, Sequences, named_ordering
 from foldray.recipe import shipped
 from foldray.recipe.bounds import Name
 from foldray.recipe.data import DataSpec
@@ -165,10 +165,11 @@ class Description(Strict):
     def ordering(self) -> Ordering:
         """How sequences are cut, and the order of their pieces."""
         schedule = self.schedule
+        kind = SEQUENTIAL.name if schedule.kind == AUTO.name else schedule.kind
         return Ordering(
-            Overlap(schedule.kind, _number(schedule.lag)),
-            Overlap(schedule.backward or schedule.kind, _number(schedule.backward_lag)),
-            self._sequences.cut_for(schedule.kind, schedule.degree, schedule.slicing, schedule.slices, schedule.attention_degree),
+            Overlap(kind, _number(schedule.lag)),
+            Overlap(schedule.backward or kind, _number(schedule.backward_lag)),
+            self._sequences.cut_for(kind, schedule.degree, schedule.slicing, schedule.slices, schedule.attention_degree),
             schedule.recompute,
             schedule.batch_degree,
             Reduction(schedule.reduction, _number(schedule.sp_bytes)),

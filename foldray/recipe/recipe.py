@@ -11,7 +11,7 @@ from foldray.blueprint import check_length, count_by_cut
 from foldray.errors import UserError, multiples_near
 from foldray.fold import divisors, nearest_folds
 from foldray.graph import PipelineGraph, Slicing
-from foldray.orders import AF_PIPE, LIST, OVERLAPS, check_pipeline, overlap_kind
+from foldray.orders import AF_PIPE, AUTO, LIST, OVERLAPS, check_pipeline, overlap_kind
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.data import check_data
 from foldray.recipe.description import Description
@@ -126,7 +126,9 @@ def _check_schedule(recipe: Description) -> None:
     schedule = recipe.schedule
     for key in ("degree", "batch_degree"):
         if not overlap_kind(schedule.kind).cuts and (value := getattr(schedule, key)) > 1:
-            raise UserError(f"schedule.{key}", value, f"kind={schedule.kind} cuts nothing; choose a kind that overlaps", [1])
+            auto = schedule.kind == AUTO.name
+            why = "lets training choose; name a kind to set it" if auto else "cuts nothing; choose a kind that overlaps"
+            raise UserError(f"schedule.{key}", value, f"kind={schedule.kind} {why}", [1])
     if schedule.backward is not None and not overlap_kind(schedule.backward).cuts:
         raise UserError("schedule.backward", schedule.backward, "cuts nothing; choose a kind that overlaps", ["null"])
     forward, back = overlap_kind(schedule.kind), schedule.backward and overlap_kind(schedule.backward)

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from foldray.blueprint import Strict
 from foldray.blueprint.sections import MOST_LAYERS, Layers
 from foldray.errors import UserError
-from foldray.orders import SEQUENTIAL, WeightGradients, overlap_kind
+from foldray.orders import AUTO, WeightGradients, overlap_kind
 from foldray.recipe.bounds import MOST_BYTES, MOST_PIECES, Cost, Degree, Operations, OverlapName, SequenceCount, Size, Sizes
 from foldray.tables import among
 
@@ -19,11 +19,13 @@ Lag = Degree | Literal["auto"]
 class ScheduleSpec(Strict):
     """The order in which the pieces of a step run. No order changes the gradients beyond rounding, unless experts drop tokens."""
 
-    kind: OverlapName = SEQUENTIAL.name
-    """How pieces overlap. `sequential` cuts nothing and hides nothing but dispatches behind shared experts; every other kind lets
-    one piece compute while another travels. `weave` and `list` also let one micro-batch compute
-    while rows of another one travel. `list` finds its order by the times of the ops in the second
-    and third step. `module:NAME` names a kind of your own."""
+    kind: OverlapName = AUTO.name
+    """How pieces overlap. `auto` lets training choose: it measures orders in its first steps, and keeps
+    the fastest; if fewer than 200 steps are left, it measures none. `sequential` cuts nothing, and
+    hides nothing but dispatches behind shared experts; every other kind lets one piece compute
+    while another travels. `weave` and `list` also let one micro-batch compute while rows of
+    another one travel. `list` finds its order by the times of the ops in the second and third
+    step. `module:NAME` names a kind of your own."""
     backward: Annotated[str, among(("a kind",), overlap_kind)] | None = None
     """Kind of the backward pass. Null is the same as `kind`."""
     degree: Degree = 1

@@ -15,7 +15,7 @@ from foldray.recipe.bounds import (
     Few,
     Name,
     Operations,
-    OverlapName,
+    OrderName,
     SamplerName,
     Seed,
     Size,
@@ -53,7 +53,7 @@ class SpaceSpec(Strict):
     """Stages per pipeline position. Null is the recipe's number."""
     micro_batch: Sizes | None = None
     """Sequences per micro-batch. Null is the recipe's number."""
-    kind: tuple[OverlapName, ...] | None = Field(
+    kind: tuple[OrderName, ...] | None = Field(
         None, min_length=1, max_length=16, description=f"Kinds of schedule. Null is {', '.join(SEARCHED)} and the recipe's."
     )
     degree: Sizes | None = Field(

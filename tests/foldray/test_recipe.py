@@ -55,7 +55,7 @@ def test_load(good):
 def test_defaults():
     recipe = Recipe.parse({"model": {"preset": "tiny"}})
     assert (recipe.engine.kind, recipe.engine.zero, recipe.precision) == ("deepspeed", 1, "float32")
-    assert (recipe.data.source, recipe.data.tokenizer, recipe.schedule.kind) == ("stdlib", "byte", "sequential")
+    assert (recipe.data.source, recipe.data.tokenizer, recipe.schedule.kind) == ("stdlib", "byte", "auto")
     assert (recipe.cluster.workers, recipe.cluster.address, recipe.placed_fold.world_size) == (1, None, 1)
     assert recipe.optimizer.betas == (0.9, 0.95)
 
@@ -169,7 +169,7 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     ("precision=float16", "precision", "legal: float32, bfloat16, float64"),
     ("engine.kind=megatron", "engine.kind", "legal: deepspeed, torch"),
     ("engine.zero=3", "engine.zero=3", "legal: 0, 1, 2"),
-    ("schedule.kind=random", "schedule.kind", "is not a legal value; legal: sequential"),
+    ("schedule.kind=random", "schedule.kind", "is not a legal value; legal: auto, sequential"),
     ("moe.backend=cuda", "moe.backend=cuda", "legal: torch, tutel, deepspeed"),
     ("data.source=web", "data.source", "legal: stdlib, text, jsonl, parquet"),
     ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
@@ -249,7 +249,7 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     ("schedule={reduction: chunks, sp_bytes: big}", "schedule.sp_bytes", "auto"),
     ("schedule={sp_bytes: 1000}", "schedule.sp_bytes", "has no meaning with reduction=end"),
     ("schedule={reduction: buckets, sp_bytes: auto}", "schedule.sp_bytes", "needs reduction=chunks"),
-    ("schedule={degrees: [1, 2]}", "schedule.degrees", "has 2, which is illegal: schedule.degree: kind=sequential cuts"),
+    ("schedule={degrees: [1, 2]}", "schedule.degrees", "has 2, which is illegal: schedule.degree: kind=auto lets"),
     ("schedule={kind: stream, degree: 2, slices: [64, 64], degrees: [2]}", "schedule.degrees", "be combined with slices"),
     ("schedule={kind: stream, degree: 2, attention_degree: 3}", "schedule.attention_degree", "at most degree=2"),
     ("schedule={kind: stream, attention_degree: 2}", "schedule.attention_degree", "has no meaning with degree=1"),
@@ -261,7 +261,8 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     ),
     ("schedule={kind: stream, degree: 4, attention_degree: 0}", "schedule.attention_degree", "greater than or equal to 1"),
     ("schedule={kind: flow, batch_degree: 3}", "schedule.batch_degree", "must divide training.micro_batch=2"),
-    ("schedule={batch_degree: 2}", "schedule.batch_degree", "kind=sequential cuts nothing"),
+    ("schedule={kind: sequential, batch_degree: 2}", "schedule.batch_degree", "kind=sequential cuts nothing"),
+    ("schedule={batch_degree: 2}", "schedule.batch_degree", "kind=auto lets training choose; name a kind to set it"),
     ("schedule={kind: flow, batch_degree: 1, backward: stream}", "schedule.backward", "cut nothing"),
     ("engine.zero=0 precision=bfloat16", "engine.zero=0", "legal: 1, 2"),
     ("precision=float64", "precision=float64", "use engine.kind=torch; legal: float32, bfloat16"),
@@ -387,7 +388,7 @@ BAD_FOLDS = [
     ({"fold": {"tp": 2}, "training": {"global_batch": 10}}, "training.global_batch", 10,
      "must be a multiple of dp × micro_batch = 4 × 1", [8, 12]),
     # schedules
-    ({"schedule": {"degree": 2}}, "schedule.degree", 2, "kind=sequential cuts nothing", [1]),
+    ({"schedule": {"kind": "sequential", "degree": 2}}, "schedule.degree", 2, "kind=sequential cuts nothing", [1]),
     ({"schedule": {"kind": "stream", "slices": [64]}}, "schedule.slices", [64], "has no meaning with degree=1", ["null"]),
     ({"schedule": {"kind": "stream", "backward": "aaam"}}, "schedule.backward", "aaam", "has no meaning with degree=1", ["null"]),
     ({"schedule": {"kind": "list", "backward": "aaam"}}, "schedule.backward", "aaam", "list orders both directions", ["null"]),

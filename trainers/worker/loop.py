@@ -24,7 +24,6 @@ from foldray.costs.candidate import DTYPES as SHORT_DTYPES
 from foldray.costs.hardware import data_sheet_peak
 from foldray.kernels.transfer import move
 from foldray.model import IGNORED, Batch, Losses, all_losses
-from foldray.orders import AUTO
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, learning_rate
 from foldray.runtime.peak import matmul_peak, processor
@@ -45,8 +44,8 @@ from trainers.telemetry.metrics import Finished, Totals, metrics_of, reported
 from trainers.telemetry.records import Measured, Place, Step, Validation, averaged, number, validated
 from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine, read_weights
-from trainers.worker.online import Knobs, MakeSearch, Online
-from trainers.worker.orders import WORTH, OrderSearch, orders
+from trainers.worker.online import Knobs, MakeSearch
+from trainers.worker.orders import online_search
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _BUILDING_S = 3600.0  # a rank ends itself if it needs longer to read the index of its data and to build its model and engine
@@ -125,28 +124,13 @@ class Worker:
         self.validation: dict[str, Any] = {}
         self.last: Step
         self.done: int | None = None  # finished steps, once the state to start from is there
-        self.search, self.online = self._online(search)
+        self.search, self.online = online_search(recipe, self.engine.execution, self.device, search, lambda: self.done or 0)
         # The result of a search holds only for these settings on these machines. Otherwise training searches again.
         self.ground = {
             **ground.settings(recipe), "machines": ground.machines(self.device, self.groups.control),
             "orders": list(self.online.names),
         }  # fmt: skip
         self.speeds = {"products": self.products, "link": ground.link_rate(self.groups, self.device)}
-
-    def _online(self, search: MakeSearch | None) -> tuple[MakeSearch | None, Online]:
-        """Return the search for this recipe, and what it changes between steps."""
-        recipe, execution, known = self.recipe, self.engine.execution, (self.groups, self.device)
-        if recipe.schedule.kind != AUTO.name:
-            return search, Online(execution, *known, recipe.orderings, recipe.schedule.sp_bytes == "auto")
-        memory = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
-        among = orders(recipe, memory)
-        orderings = list(among.values())
-
-        def worth() -> bool:
-            return recipe.training.steps - (self.done or 0) >= WORTH
-
-        online = Online(execution, *known, dict(enumerate(orderings)), False, list(among), worth)
-        return (lambda *_: OrderSearch(execution, recipe, orderings)) if len(among) > 1 else None, online
 
     def run(self, pulse: Pulse) -> dict[str, Any]:
         """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+
+import torch
 
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
@@ -12,11 +14,11 @@ from foldray.costs.memory import ledger
 from foldray.costs.rank import OpWork
 from foldray.errors import UserError
 from foldray.finding.choice import Choice, PieceTimes
-from foldray.orders import OVERLAPS, SEQUENTIAL, Ordering
+from foldray.orders import AUTO, OVERLAPS, SEQUENTIAL, Ordering
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from foldray.runtime import Execution
-from trainers.worker.online import Knobs
+from trainers.worker.online import Knobs, MakeSearch, Online
 
 WORTH = 200  # steps within which a search pays for itself, or it is not made
 _DEGREES = (1, 2, 4)
@@ -57,6 +59,28 @@ def _needed(recipe: Recipe, ordering: Ordering) -> float:
     """Return the bytes that the fullest worker needs, as the planner counts them."""
     candidate = replace(as_candidate(recipe), ordering=ordering)
     return ledger(candidate, OpWork(candidate, Device.of(candidate.job, load_hardware(_DEVICE))).rank).total
+
+
+def online_search(
+    recipe: Recipe, execution: Execution, device: torch.device, search: MakeSearch | None, done: Callable[[], int]
+) -> tuple[MakeSearch | None, Online]:
+    """Return the search of a training, and what it changes between steps.
+
+    Args:
+        search: the search for sizes and degrees that the recipe leaves open.
+        done: returns the number of finished steps.
+    """
+    if recipe.schedule.kind != AUTO.name or recipe.schedule.opened:
+        sizes = recipe.schedule.sp_bytes == "auto"
+        return search, Online(execution, execution.groups, device, recipe.orderings, sizes)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    among = orders(recipe, memory)
+    orderings = list(among.values())
+    online = Online(
+        execution, execution.groups, device, dict(enumerate(orderings)), False, list(among),
+        lambda: recipe.training.steps - done() >= WORTH,
+    )  # fmt: skip
+    return (lambda *_: OrderSearch(execution, recipe, orderings)) if len(among) > 1 else None, online
 
 
 class OrderSearch:
