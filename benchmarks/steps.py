@@ -11,8 +11,9 @@ no bubble of a pipeline would cost time. `--speeds 1 1 0.5 0.5` halves the cores
 workers on each host.
 
 A variant has changes to the recipe of `--base`, as `foldray train` takes them. A step is forward, backward and the sums of
-gradients of all micro-batches. The variants take turns within a round. A step takes as long as on the slowest worker. `stream`
-chooses its lags as training does. `--forecast` calibrates the hosts first, and predicts all steps.
+gradients of all micro-batches. The variants take turns within a round. A step takes as long as on the slowest worker.
+`stream` chooses its lags as training does, and `auto` its order, before the first round. `--forecast` calibrates the hosts first, and predicts
+all steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ from trainers.measure.meter import Meter
 from trainers.measure.speeds import measured
 from trainers.pictures.timeline import draw_timelines
 from trainers.worker.engines import make_engine
+from trainers.worker.orders import online_search
 
 FOLDER = Path(__file__).parent
 WARM_UP = 3  # rounds. The last two are timed where times are needed: training finds a list twice
@@ -134,6 +136,18 @@ def in_turns(
         engine.gradients.zero()  # type: ignore[attr-defined]
         return took.item()
 
+    for name, recipe in recipes.items():
+        told: list[Any] = []
+        search, online = online_search(recipe, engines[name].execution, device, None, lambda: 0)
+        searching = online.steps(search, told.append)
+        next(searching)
+        count = 0
+        while search is not None and online.chosen is None:
+            searching.send(turn(name, engines[name].execution.trace))
+            count += 1
+        if rank == 0 and online.chosen is not None:
+            found = [f"{record['order']} {record['step_time_s']:.2f} s" for record in told if record["kind"] == "tried"]
+            print(f"{name}: {count} steps, {', '.join(found)}", file=sys.stderr, flush=True)
     for number in range(WARM_UP + rounds):
         for name, engine in engines.items():
             learns = 0 < number < WARM_UP

@@ -103,7 +103,10 @@ def draw_expert_load(history: History, path: Path, title: str, layers: Sequence[
 
 
 def draw_tried(history: History, path: Path, title: str) -> None:
-    """Draw the time of a step with each degree and size of gradient chunks, with numbered trials and the marked choice."""
+    """Draw the time of a step with each order, or degree and size of gradient chunks, and mark the choice."""
+    if any(record["order"] for record in history.tried):
+        _draw_orders(history, path, title)
+        return
     sized = any(record["sp_bytes"] for record in history.tried)
     degrees = sorted({record["degree"] for record in history.tried})
     x_axis = "size of gradient chunks" if sized else "number of pieces of a sequence"
@@ -135,6 +138,28 @@ def draw_tried(history: History, path: Path, title: str) -> None:
     axes.set_xlabel("bytes of gradients that travel at once (MiB)" if sized else "degree: pieces of a sequence")
     axes.set_ylabel("step (ms), median")
     plain(axes)
+    save(figure, path)
+
+
+def _draw_orders(history: History, path: Path, title: str) -> None:
+    """Draw a bar for each order, in the order of trials."""
+    tried = [(str(record["order"]), number(record["step_time_s"]) * 1e3, record["chosen"]) for record in history.tried]
+    chosen = {order for order, _, final in tried if final}
+    bars = [(order, took) for order, took, final in tried if not final]
+    height = 1.6 + 0.34 * len(bars)
+    figure = new_figure(8.0, height, title, "Time of a step with each order that was measured; lower is better")
+    axes = figure.add_axes((0.2, 0.62 / height, 0.72, 1 - 1.5 / height))
+    names, took = zip(*bars, strict=True)
+    shown = axes.barh(range(len(bars)), took, color=[ORANGE if order in chosen else BLUE for order in names], height=0.62)
+    axes.bar_label(
+        shown, [f"{each:.4g}" + (" (chosen)" if order in chosen else "") for order, each in bars], padding=4, color=INK
+    )
+    axes.set_yticks(range(len(bars)), names)
+    axes.set_xlim(0, 1.25 * max(took))
+    axes.invert_yaxis()
+    axes.set_xlabel("step (ms), median")
+    plain(axes)
+    axes.grid(visible=False, axis="y")
     save(figure, path)
 
 

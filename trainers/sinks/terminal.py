@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 from rich.segment import ControlType
 from rich.table import Column, Table
 
+from foldray.orders import SEQUENTIAL
 from trainers.sinks.run_folder import Summary
 from trainers.telemetry import records
 from trainers.telemetry.metrics import METRICS, Metric
@@ -78,6 +79,7 @@ class Progress(records.Sink):
         self._printed = (0, time.monotonic())
         self._bar: Bar | None = None
         self._task = TaskID(0)
+        self._tried: dict[str, float] = {}  # seconds of a step by order, until one is chosen
 
     def __enter__(self) -> Progress:
         if self._console.out.is_interactive:
@@ -120,14 +122,28 @@ class Progress(records.Sink):
         loss, median = _number(record["loss"], ".3f"), _number(record["median"], ".3f")
         self._say(f"in step {record['step']}, the loss is {loss}, after a median of {median}")
 
+    def take_tried(self, record: records.Tried) -> None:
+        order, seconds = record["order"], number(record["step_time_s"])
+        if order is None:
+            return
+        if not record["chosen"]:
+            self._tried[order] = seconds
+            return
+        count, plain = len(self._tried), self._tried.get(SEQUENTIAL.name, math.nan)
+        found = f"{order} is the fastest: {seconds / plain:.2f} × the time of a step in sequence"
+        if order == SEQUENTIAL.name:
+            found = "none is faster than sequential, which training keeps"
+        self._say(f"of {count} orders that were measured, {found}")
+        self._tried.clear()
+
     def take_settled(self, record: records.Settled) -> None:
         order = f"{record['forward']} forward, {record['backward']} backward"
-        self._say(f"order of {record['degree']} pieces: {order}")
+        self._say(f"order of {_pieces(record['degree'])}: {order}")
 
     def take_listed(self, record: records.Listed) -> None:
         gain, over = record["named_seconds"] / record["seconds"], record["seconds"] / record["bound"]
         words = f"{over:.2f} × the least possible time of a step, {gain:.2f} × as fast as {record['named']}"
-        self._say(f"list of {record['degree']} pieces found: {words}, by the simulator")
+        self._say(f"list of {_pieces(record['degree'])} found: {words}, by the simulator")
 
     def take_drifted(self, record: records.Drifted) -> None:
         now, found = record["step_time_s"], record["found_s"]
@@ -232,3 +248,7 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _pieces(degree: int) -> str:
+    return "whole sequences" if degree == 1 else f"{degree} pieces"

@@ -49,8 +49,10 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
 def _names() -> Iterator[str]:
     for kind, row in OVERLAPS.items():
         for degree in _DEGREES if row.cuts else ():
-            if degree > 1 or not row.of_stages or row.batch_degree > 1:
+            if degree > 1:
                 yield f"{kind}:{degree}"
+            elif not row.of_stages or row.batch_degree > 1:
+                yield kind
             if degree > 2 and row.cuts_attention:
                 yield f"{kind}:{degree}/2"
 

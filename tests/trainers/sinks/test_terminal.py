@@ -66,6 +66,23 @@ def test_skipped_steps_are_told_and_counted():
     assert "skipped" not in table(summary())
 
 
+@pytest.mark.parametrize(
+    ("chosen", "seconds", "found"),
+    [
+        ("stream:4", 0.9, "stream:4 is the fastest: 0.75 × the time of a step in sequence"),
+        ("sequential", 1.2, "none is faster than sequential, which training keeps"),
+    ],
+)
+def test_the_chosen_order_is_told_beside_the_plain_one(chosen: str, seconds: float, found: str) -> None:
+    shown, tried = console(False), {"kind": "tried", "degree": 1, "sp_bytes": None, "chosen": False}
+    with shown.progress("r-1", 300) as progress:
+        for order, took in (("sequential", 1.2), ("stream:4", 1.0), ("list", 1.3)):
+            progress.take({**tried, "order": order, "step_time_s": took})
+        progress.take({**tried, "order": chosen, "step_time_s": seconds, "chosen": True})
+        progress.take({**tried, "order": None, "step_time_s": 1.0, "chosen": True})  # a choice of sizes alone
+    assert [line for line in text(shown).splitlines() if "orders" in line] == [f"r-1: of 3 orders that were measured, {found}"]
+
+
 def test_the_loss_of_further_tokens_is_told_apart():
     shown = console(False)
     with shown.progress("r-1", 1) as progress:

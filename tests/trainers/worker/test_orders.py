@@ -20,7 +20,7 @@ SCHEDULE = {"kind": "auto"}
 def test_orders_are_those_that_the_recipe_can_have() -> None:
     among = orders(make_recipe(2, FOLD, schedule=SCHEDULE))
     assert next(iter(among)) == "sequential"
-    assert {"one_a_one_m:2", "stream:4", "stream:4/2", "moe_only:2", "weave:1", "list:1", "list:2"} <= set(among)
+    assert {"one_a_one_m:2", "stream:4", "stream:4/2", "moe_only:2", "weave", "list", "list:2"} <= set(among)
     assert among["stream:4/2"].fewer_slices == 2
     assert among["list:2"].weight_gradients == "apart"
     whole = orders(make_recipe(2, FOLD, schedule=SCHEDULE, training={"micro_batch": 1, "global_batch": 4}))
