@@ -12,8 +12,8 @@ workers on each host.
 
 A variant has changes to the recipe of `--base`, as `foldray train` takes them. A step is forward, backward and the sums of
 gradients of all micro-batches. The variants take turns within a round. A step takes as long as on the slowest worker.
-`stream` chooses its lags as training does, and `auto` its order, before the first round. `--forecast` calibrates the hosts first, and predicts
-all steps.
+`stream` chooses its lags as training does, and `auto` its order, before the first round. `--forecast` calibrates the hosts
+first, and predicts all steps.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def in_turns(
         told: list[Any] = []
         search, online = online_search(recipe, engines[name].execution, device, None, lambda: 0)
         searching = online.steps(search, told.append)
-        next(searching)
+        next(searching, None)
         count = 0
         while search is not None and online.chosen is None:
             searching.send(turn(name, engines[name].execution.trace))

@@ -19,6 +19,7 @@ from trainers.telemetry.records import Drifted, Listed, Settled, Tried
 
 SMALLEST = 64 << 10  # bytes; for smaller messages, every network needs nearly all the time to start them
 STEPS = 8  # steps of each trial; FlowMoE (section 4.1) takes ten, but here a run-off follows
+ORDER_STEPS = 5  # the same, if orders are searched, some of which may be slow
 _WARM_UP = 2  # the first steps of a trial, which do not count
 TURNS = 4  # steps of each turn in the run-off; the first one is to warm up
 _FINALISTS = 3
@@ -128,7 +129,8 @@ class Online:
                 tell(record)
 
         while (knobs := self._agreed(search.ask() if search else None)) is not None:
-            slowest = self._slowest((yield from self._take(knobs, STEPS, _WARM_UP, tell)))
+            steps = (ORDER_STEPS, 1) if self.names else (STEPS, _WARM_UP)  # traced steps were a warm-up
+            slowest = self._slowest((yield from self._take(knobs, *steps, tell)))
             if search is not None:
                 search.tell(knobs, slowest)
             record(knobs, slowest, False)
