@@ -21,7 +21,7 @@ ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
 WITHOUT_TORCH = {
     "__init__", "__main__", "urls", "amounts", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "nodes",
-    "blueprint", "graph", "clock", "orders", "finding", "recipe", "costs", "plan", "refold", "cli",
+    "blueprint", "graph", "clock", "orders", "finding", "recipe", "costs", "plan", "refold", "choosing", "cli",
 }  # fmt: skip
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from foldray.amounts import in_bytes, three_digits
+from foldray.choosing import expected
 from foldray.costs.hardware import load_hardware
 from foldray.errors import UserError
 from foldray.nodes import ROWS, Arrangement, Edges, Room, arrange, filled
+from foldray.recipe import Recipe
 
 _SIZES = re.compile(r"(\d+x)?\d+(,(\d+x)?\d+)*")
 _SHOWN = 16  # nodes in the table
+_FASTEST = 3  # orders beside the recipe's own
 _MOST_NODES, _MOST_RANKS = 1 << 17, 2048
 
 
@@ -41,6 +44,25 @@ def named_nodes(cluster: str, world: int) -> list[Node]:
         seats = load_hardware(cluster).gpus_per_node
         sizes = [seats] * -(-world // seats)
     return [Node(f"node {number}", size) for number, size in enumerate(sizes)]
+
+
+def expected_steps(cluster: str, recipe: Recipe) -> dict[str, float]:
+    """Return the seconds of a step that the planner expects on the hardware of a cluster, by the order of the step.
+
+    There are none for a cluster that is described by its nodes alone, and for experts with workers of their own.
+    """
+    if _SIZES.fullmatch(cluster) or recipe.placement is not None:
+        return {}
+    return expected(recipe, load_hardware(cluster))
+
+
+def steps_table(seconds: Mapping[str, float], cluster: str) -> str:
+    """Return a text with the recipe's own order and the fastest others."""
+    (own, took), *others = seconds.items()
+    rows = [(f"{own} (the recipe's)", took), *sorted(others, key=lambda pair: pair[1])[:_FASTEST]]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {three_digits(each)} s{each / took:>8.2f} ×" for name, each in rows]
+    return "\n".join([f"a step on {cluster}, as the planner expects it:", *lines])
 
 
 @dataclass(frozen=True)

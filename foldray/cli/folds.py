@@ -22,7 +22,10 @@ def explain(given: argparse.Namespace) -> int:
     fold = recipe.placed_fold if recipe else _legal_fold(given)
     if given.best_order and given.ranks_per_node is None:
         raise UserError("best_order", "asked for", "needs --ranks-per-node, which decides which groups fit into a node")
+    from foldray.cli.explaining import expected_steps, steps_table
+
     seats = _seats(given, fold, recipe) if given.cluster else None
+    steps = expected_steps(given.cluster, recipe) if recipe and given.cluster and not _is_running(given.cluster) else {}
     nodes = Placement(fold, given.ranks_per_node) if given.ranks_per_node is not None else seats and seats.after
     best = Placement(best_order(fold, given.ranks_per_node), given.ranks_per_node) if given.best_order else None
     if given.picture:
@@ -31,9 +34,10 @@ def explain(given: argparse.Namespace) -> int:
         document = fold.as_dict() | ({"placement": nodes.as_dict()} if nodes else {})
         if best:
             document["best"] = {"order": best.fold.order, "moe_order": best.fold.moe_order, "score": best.score()}
-        say_json(document | ({"seats": seats.document()} if seats else {}))
+        say_json(document | ({"seats": seats.document()} if seats else {}) | ({"step_time_s": steps} if steps else {}))
     else:
-        say(explanation(fold, nodes, best) + (f"\n\n{seats.text()}" if seats else ""))
+        parts = [explanation(fold, nodes, best), *([seats.text()] if seats else [])]
+        say("\n\n".join([*parts, *([steps_table(steps, given.cluster)] if steps else [])]))
     return 0
 
 
@@ -58,7 +62,7 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
     if given.ranks_per_node is not None:
         raise UserError("cluster", given.cluster, "says how many ranks a node has; leave out --ranks-per-node")
     edges = traffic.edges(as_candidate(recipe)) if recipe else Edges.by_heat(fold)
-    if given.cluster == "auto" or (":" in given.cluster and not Path(given.cluster).exists()):
+    if _is_running(given.cluster):
         from trainers.cluster.seating import joined_hosts
 
         nodes = [Node(host.address, host.seats) for host in joined_hosts(given.cluster, recipe)]
@@ -67,6 +71,11 @@ def _seats(given: argparse.Namespace, fold: Fold, recipe: Recipe | None) -> Any:
     if not nodes:
         raise UserError("cluster", given.cluster, "has no node")
     return Seats.of(edges, nodes, recipe is not None)
+
+
+def _is_running(cluster: str) -> bool:
+    """Whether a cluster is the address of a Ray cluster."""
+    return cluster == "auto" or (":" in cluster and not Path(cluster).exists())
 
 
 def _legal_fold(given: argparse.Namespace) -> Fold:

@@ -19,6 +19,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
+from foldray.choosing import told_of_orders
 from foldray.errors import UserError
 from foldray.recipe import Recipe, check_trains, told_of_capture
 from foldray.refold import worlds
@@ -184,7 +185,7 @@ class FoldTrainer(TorchTrainer):
                 checkpoints. The first line of the message has the failure.
         """
         check_packages(self.recipe)
-        if told := told_of_capture(self.recipe):
+        for told in filter(None, (told_of_capture(self.recipe), told_of_orders(self.recipe))):
             _log.warning(told)
         field = "run" if self.resume is None else "resume"
         say = self.console.say if self.console else _log.warning

@@ -1,66 +1,19 @@
-"""The orders that `schedule.kind: auto` chooses from, and the search among them in a training's first steps."""
+"""The search among orders in a training's first steps (`schedule.kind: auto`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 
-from foldray.costs.device import Device
-from foldray.costs.hardware import load_hardware
-from foldray.costs.memory import ledger
-from foldray.costs.rank import OpWork
-from foldray.errors import UserError
+from foldray.choosing import orders
 from foldray.finding.choice import Choice, PieceTimes
-from foldray.orders import AUTO, OVERLAPS, SEQUENTIAL, Ordering
+from foldray.orders import AUTO, Ordering
 from foldray.recipe import Recipe
-from foldray.refold import as_candidate
 from foldray.runtime import Execution
 from trainers.worker.online import Knobs, MakeSearch, Online
 
 WORTH = 200  # steps within which a search pays for itself, or it is not made
-_DEGREES = (1, 2, 4)
-_FITS = 0.9  # share of a device's memory that an order may need
-_DEVICE = "h200"  # bytes do not depend on the GPU
-
-
-def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
-    """Return the orders that a recipe may have, by short name; the first one cuts nothing.
-
-    There is only this one if no rows travel, if the order decides which tokens experts drop, or if experts have workers of
-    their own.
-
-    Args:
-        memory: bytes of a worker's device, if orders must fit there.
-    """
-    found = {SEQUENTIAL.name: recipe.ordering}
-    fold, router = recipe.placed_fold, recipe.model.router
-    if recipe.placement is None and fold.ep * fold.etp > 1 and router.capacity_factor is None:
-        for name in _names():
-            with suppress(UserError):  # sequences or micro-batches cannot be cut like this
-                ordering = recipe.named_ordering(name)._replace(reduction=recipe.ordering.reduction)
-                if memory is None or _needed(recipe, ordering) <= _FITS * memory:
-                    found[name] = ordering
-    return found
-
-
-def _names() -> Iterator[str]:
-    for kind, row in OVERLAPS.items():
-        for degree in _DEGREES if row.cuts else ():
-            if degree > 1:
-                yield f"{kind}:{degree}"
-            elif not row.of_stages or row.batch_degree > 1:
-                yield kind
-            if degree > 2 and row.cuts_attention:
-                yield f"{kind}:{degree}/2"
-
-
-def _needed(recipe: Recipe, ordering: Ordering) -> float:
-    """Return the bytes that the fullest worker needs, as the planner counts them."""
-    candidate = replace(as_candidate(recipe), ordering=ordering)
-    return ledger(candidate, OpWork(candidate, Device.of(candidate.job, load_hardware(_DEVICE))).rank).total
 
 
 def online_search(

@@ -1,48 +1,20 @@
-"""`schedule.kind: auto`: the orders that a recipe may have, and the search among them in a training's first steps."""
+"""`schedule.kind: auto`: the search among orders in a training's first steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
+from foldray.choosing import orders
 from foldray.comm import Groups
 from foldray.finding.choice import MOST_TRIED
 from tests.foldray.parity import batches, engine_of, make_recipe
 from trainers.worker.online import TURNS, Knobs, Online
-from trainers.worker.orders import OrderSearch, orders
+from trainers.worker.orders import OrderSearch
 
 FOLD = {"ep": 2}
 SCHEDULE = {"kind": "auto"}
-
-
-def test_orders_are_those_that_the_recipe_can_have() -> None:
-    among = orders(make_recipe(2, FOLD, schedule=SCHEDULE))
-    assert next(iter(among)) == "sequential"
-    assert {"one_a_one_m:2", "stream:4", "stream:4/2", "moe_only:2", "weave", "list", "list:2"} <= set(among)
-    assert among["stream:4/2"].fewer_slices == 2
-    assert among["list:2"].weight_gradients == "apart"
-    whole = orders(make_recipe(2, FOLD, schedule=SCHEDULE, training={"micro_batch": 1, "global_batch": 4}))
-    assert not any(name.startswith("flow") for name in whole), "a micro-batch of one sequence has no parts"
-
-
-@pytest.mark.parametrize(
-    ("workers", "fold", "sections"),
-    [
-        (1, {}, {}),  # no rows travel
-        (2, {}, {}),
-        (2, FOLD, {"model": {"router": {"capacity_factor": 1.0}}}),  # the order decides which tokens are dropped
-    ],
-)
-def test_nothing_is_searched_where_no_order_is_better(workers: int, fold: dict[str, int], sections: dict[str, Any]) -> None:
-    assert list(orders(make_recipe(workers, fold, schedule=SCHEDULE, **sections))) == ["sequential"]
-
-
-def test_orders_that_need_more_memory_than_there_is_are_left_out() -> None:
-    recipe = make_recipe(2, FOLD, schedule=SCHEDULE)
-    assert list(orders(recipe, memory=1e6)) == ["sequential"]
-    assert orders(recipe, memory=1e12) == orders(recipe)
 
 
 def _auto(rank: int, fastest: str, slower: float, steps: int, worth: bool) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The orders that a recipe's steps may have, and what the planner expects of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from foldray.costs.device import Device
+from foldray.costs.hardware import Hardware, load_hardware
+from foldray.costs.memo import Memo
+from foldray.costs.memory import ledger
+from foldray.costs.rank import OpWork
+from foldray.errors import UserError
+from foldray.orders import AUTO, OVERLAPS, SEQUENTIAL, Ordering
+from foldray.plan.listed import step_seconds
+from foldray.recipe import Recipe
+from foldray.refold import as_candidate
+
+_DEGREES = (1, 2, 4)
+_FITS = 0.9  # share of a device's memory that an order may need
+_DEVICE = "h200"  # bytes do not depend on the GPU
+_MUCH = 0.9  # of a step; an order that is expected to take less is told
+
+
+def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
+    """Return the orders that a recipe may have, by short name; the first one cuts nothing.
+
+    There is only this one if no rows travel, if the order decides which tokens experts drop, or if experts have workers of
+    their own.
+
+    Args:
+        memory: bytes of a worker's device, if orders must fit there.
+    """
+    plain = Ordering(recompute=recipe.ordering.recompute, reduction=recipe.ordering.reduction)
+    found = {SEQUENTIAL.name: recipe.ordering if recipe.schedule.kind == AUTO.name else plain}
+    fold, router = recipe.placed_fold, recipe.model.router
+    if recipe.placement is None and fold.ep * fold.etp > 1 and router.capacity_factor is None:
+        for name in _names():
+            with suppress(UserError):  # sequences or micro-batches cannot be cut like this
+                ordering = recipe.named_ordering(name)._replace(reduction=recipe.ordering.reduction)
+                if memory is None or _needed(recipe, ordering) <= _FITS * memory:
+                    found[name] = ordering
+    return found
+
+
+def _names() -> Iterator[str]:
+    for kind, row in OVERLAPS.items():
+        for degree in _DEGREES if row.cuts else ():
+            if degree > 1:
+                yield f"{kind}:{degree}"
+            elif not row.of_stages or row.batch_degree > 1:
+                yield kind
+            if degree > 2 and row.cuts_attention:
+                yield f"{kind}:{degree}/2"
+
+
+def _needed(recipe: Recipe, ordering: Ordering) -> float:
+    """Return the bytes that the fullest worker needs, as the planner counts them."""
+    candidate = replace(as_candidate(recipe), ordering=ordering)
+    return ledger(candidate, OpWork(candidate, Device.of(candidate.job, load_hardware(_DEVICE))).rank).total
+
+
+def expected(recipe: Recipe, hardware: Hardware) -> dict[str, float]:
+    """Return the seconds of a step that the planner expects, by short name: of the recipe's own order first (its kind), then of
+    all others that order one pass of a stage at a time."""
+    candidate, memo = as_candidate(recipe), Memo()
+    device = Device.of(candidate.job, hardware)
+    among = {recipe.schedule.kind: recipe.ordering} | {
+        name: ordering for name, ordering in orders(recipe).items() if ordering.of_stages and ordering != recipe.ordering
+    }
+    return {name: step_seconds(replace(candidate, ordering=ordering), device, memo) for name, ordering in among.items()}
+
+
+def told_of_orders(recipe: Recipe) -> str | None:
+    """Return in one line which order the planner expects to be faster by a tenth than the recipe's own; None if there is none.
+
+    The planner goes by the hardware of `tune.hardware`, or for GPUs by `h200`. `auto` measures by itself. Experts with workers of
+    their own have other orders.
+    """
+    known = recipe.tune.hardware or (_DEVICE if recipe.cluster.gpu else None)
+    if known is None or recipe.schedule.kind == AUTO.name or recipe.placement is not None:
+        return None
+    hardware = load_hardware(known, "tune.hardware")
+    (own, seconds), *others = expected(recipe, hardware).items()
+    name, least = min(others, key=lambda pair: pair[1], default=(own, seconds))
+    if least > _MUCH * seconds:
+        return None
+    share, where = least / seconds, hardware.name
+    return f"schedule.kind={own}: on {where}, the planner expects {name} to take {share:.2f} × its time; kind=auto measures both"
