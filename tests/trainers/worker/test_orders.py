@@ -10,21 +10,27 @@ from foldray.choosing import orders
 from foldray.comm import Groups
 from foldray.finding.choice import MOST_TRIED
 from tests.foldray.parity import batches, engine_of, make_recipe
-from trainers.worker.online import TURNS, Knobs, Online
+from trainers.worker.online import PATIENCE, TURNS, WATCHED, Knobs, Online
 from trainers.worker.orders import OrderSearch
 
 FOLD = {"ep": 2}
 SCHEDULE = {"kind": "auto"}
 
 
-def _auto(rank: int, fastest: str, slower: float, steps: int, worth: bool) -> dict[str, Any]:
-    """Run steps with made-up times: one order is fast, and all others take a second."""
+def _auto(rank: int, fastest: str, slower: float, steps: int, worth: bool, chosen: str | None = None) -> dict[str, Any]:
+    """Run steps with made-up times: one order is fast, and all others take a second.
+
+    Args:
+        chosen: the order that an earlier start of the training has chosen.
+    """
     recipe = make_recipe(2, FOLD, schedule=SCHEDULE)
     groups = Groups.create(recipe.placed_fold, rank)
     execution, records = engine_of(recipe, groups).execution, list[Any]()
     among = orders(recipe)
     orderings = list(among.values())
     online = Online(execution, groups, torch.device("cpu"), dict(enumerate(orderings)), False, list(among), worth=lambda: worth)
+    if chosen is not None:
+        online.choose(Knobs(list(among).index(chosen)), 1.0)
     going = online.steps(lambda *_: OrderSearch(execution, recipe, orderings), records.append)
     next(going)
     taken = []
@@ -66,6 +72,16 @@ def test_sequential_is_always_in_the_run_off(ranks) -> None:
         - first["taken"][::-1].index(next(name for name in reversed(first["taken"]) if name != "sequential"))
     )
     assert "sequential" in first["taken"][max(0, last - 3 * TURNS) : last]
+
+
+def test_a_training_that_goes_on_searches_nothing_until_its_steps_drift(ranks) -> None:
+    first, _ = ranks(2).run(_auto, "one_a_one_m:2", 1.0, 20 + PATIENCE * WATCHED, True, "stream:2")
+    assert set(first["taken"]) == {"stream:2"}
+    assert not _names(first)
+    first, _ = ranks(2).run(_auto, "one_a_one_m:2", 1.5, 20 + PATIENCE * WATCHED, True, "stream:2")
+    assert "drifted" in [record["kind"] for record in first["records"]], "steps take longer than before"
+    assert _names(first)
+    assert first["taken"][PATIENCE * WATCHED] == "stream:2"
 
 
 def test_short_trainings_search_nothing(ranks) -> None:
