@@ -40,6 +40,8 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
 
 def head_logits(rank: RankCosts, tokens: int) -> float:
     """Return the bytes of the logits of a piece at the head's fullest moment."""
+    if rank.job.software.fused_loss:  # as TransformerEngine's: logits, whose place their gradients take
+        return tokens * rank.sequences * (rank.model.vocab + rank.model.hidden * rank.fold.tp) * rank.device.bytes
     # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
     # fewer tensors at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
     wide = max(FLOAT32, rank.device.bytes)
@@ -126,6 +128,22 @@ def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedFo
         return count
     small = [width for width in (spec.width, spec.inner) if width * rank.model.hidden / parts < counts().summing]
     return count * max(small, default=0) / (spec.width + spec.inner)
+
+
+def not_kept(rank: RankCosts, block: BlockSpec, n: float, again: tuple[str, ...]) -> float:
+    """Return those bytes of a block's activations that are not kept because parts of ops run again (`Job.again`)."""
+    if not rank.job.again:
+        return 0.0
+    parts, spec, local, tokens = rank.job.again, block.attention, block.attention.cut(rank.fold.tp), n * rank.fold.tp
+    row, spared = rank.model.hidden * rank.device.bytes, 0.0
+    if "layernorm" in parts:  # inputs of attention and of the experts, or of a dense network
+        spared += (n if block.moe else tokens) * row * (FFN not in again)
+        spared += (n if spec.latent else tokens) * row * (ATTENTION not in again)
+    if "core_attn" in parts and ATTENTION not in again:  # the log-sum-exp; the next product keeps the results
+        spared += tokens * local.heads * FLOAT32
+    if "mla_up_proj" in parts and spec.latent and ATTENTION not in again:
+        spared += tokens * (local.queries + local.keys + local.values) * rank.device.bytes
+    return spared
 
 
 def unreduced(rank: RankCosts, content: Content) -> float:
