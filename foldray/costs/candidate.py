@@ -30,11 +30,12 @@ layer with its router and its all-to-alls."""
 
 
 class Software(NamedTuple):
-    """What training software holds of parameters and logits. The defaults are foldray's own; published rows have others.
+    """What training software holds of parameters and logits. The defaults are foldray's; published rows have others.
 
     Args:
         gradients, moments: bytes of a gradient that micro-batches add to, and of one of the optimizer's two moments.
-        apart: whether the gradients that a rank owns under ZeRO-1 lie apart from the whole ones, in which they came together.
+        apart: whether the gradients that a rank owns under ZeRO-1 lie apart from the whole ones, and leave from copies. Otherwise
+            they are reduced in place.
         fused_loss: whether gradients of logits take the place of logits, so that no float32 copy of them exists.
     """
 

@@ -156,9 +156,9 @@ def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
 
     Gradients are sent from copies, which stay until all have left. ZeRO-2 frees a buffer's gradients with the copy. Then weights
     are gathered buffer by buffer, and are put in order twice. With `several` passes, the whole sums of ZeRO-2 already count with
-    the parameters.
+    the parameters. Software that reduces in place needs nothing.
     """
-    if rank.zero not in (1, 2):
+    if rank.zero not in (1, 2) or not rank.job.software.apart:
         return 0.0
     shared = _shared(rank, content)
     leaving = shared.largest + (not several) * shared.whole if rank.zero == 2 else shared.whole

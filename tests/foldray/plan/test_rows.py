@@ -245,3 +245,11 @@ def test_rows_without_a_gpu_need_a_cluster(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().err == "foldray: cluster=nothing: is required, because these rows name no GPU\n"
     assert main(["plan", "--model", "tiny"]) == 2
     assert capsys.readouterr().err.startswith("foldray: cluster=nothing: is required, except with --score or --fit")
+
+
+def test_software_that_reduces_in_place_copies_no_gradients(tmp_path: Path) -> None:
+    """With two expert replicas, foldray's own gradients leave from copies, which are more than what this model's ops keep."""
+    row = read(tmp_path, model="gpt-oss-120b", gpus="16", ep="8", gbs="16")
+    own = replace(row.candidate, job=replace(row.candidate.job, software=OWN_SOFTWARE))
+    theirs, ours = (ledger(each, rank_of(each, row)).working for each in (row.candidate, own))
+    assert theirs < 2**30 < ours
