@@ -77,10 +77,8 @@ def test_published_memory_is_predicted_within_6_percent() -> None:
     """Of what the allocator held. Rows of schedules that foldray has not are left out."""
     rows = [row for row in read_rows(PUBLISHED) if row.memory and "schedule" not in row.unpriced]
     assert len(rows) == 8
-    for row in rows:
-        held = ledger(row.candidate, rank_of(row.candidate, row))
-        assert row.memory
-        assert (held.total - held.workspace) / row.memory == pytest.approx(1, abs=0.06), row.name
+    for result in score(rows):
+        assert result.memory_error == pytest.approx(0, abs=0.06), result.row.name
 
 
 @pytest.mark.parametrize(
@@ -89,6 +87,7 @@ def test_published_memory_is_predicted_within_6_percent() -> None:
         ({"model": "Qwen3-235B-A22B", "pp": "8", "vp": "4", "gpus": "256", "ep": "32"}, (2, *[3] * 30, 2)),
         ({"model": "Qwen3-235B-A22B", "pp": "8", "vp": "3", "gpus": "256", "ep": "32"}, (3, *[4] * 22, 3)),
         ({"model": "DeepSeek-V3", "pp": "8", "vp": "4", "gpus": "64", "ep": "8"}, (1, *[2] * 29, 1, 1)),
+        ({"model": "DeepSeek-V3", "pp": "4", "vp": "2", "gpus": "32", "ep": "8"}, (7, *[8] * 6, 6)),
         ({"pp": "2", "vp": "12", "ep": "8"}, None),
     ],
     ids=str,
@@ -161,17 +160,22 @@ def test_a_pair_that_changes_the_batch_compares_tokens(tmp_path: Path) -> None:
     (pair,) = pairs(score(read_rows(written(tmp_path, *rows))))
     assert pair.thing == "batch"
     assert pair.published == pytest.approx(2 * 10 / 16)
+    longer = ROW | {"id": "C", "step_s": "25", "seq": "8192"}
+    (pair,) = pairs(score(read_rows(written(tmp_path, rows[0], longer))))
+    assert pair.thing == "sequence"
+    assert pair.published == pytest.approx(2 * 10 / 25), "whatever the FLOPs of a token"
 
 
 def test_a_woven_step_is_extrapolated_from_its_last_rounds(tmp_path: Path) -> None:
     """Twelve micro-batches per position, of which three and four are simulated, take as long as all of them."""
-    row = read(tmp_path, model="tiny", gpus="4", pp="2", ep="2", seq="512", gbs="48", overlap="EP overlap")
+    fold = {"model": "tiny", "gpus": "16", "pp": "2", "ep": "2", "seq": "512", "gbs": "192"}
+    row = read(tmp_path, overlap="EP overlap", **fold)
     work = OpWork(row.candidate, Device.of(row.candidate.job, row.hardware))
     assert row.candidate.micro_batches == 24
     (result,) = score([row])
-    whole = whole_seconds(row.candidate, work) * (1 + straggling(4, work.rank.device))
+    whole = whole_seconds(row.candidate, work) * (1 + straggling(16, work.rank.device))
     assert result.prediction.seconds == pytest.approx(whole, rel=1e-3)
-    apart = score([read(tmp_path, model="tiny", gpus="4", pp="2", ep="2", seq="512", gbs="48")])[0]
+    apart = score([read(tmp_path, **fold)])[0]
     assert result.prediction.seconds < apart.prediction.seconds
 
 
