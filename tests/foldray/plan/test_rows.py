@@ -257,3 +257,10 @@ def test_software_that_reduces_in_place_copies_no_gradients(tmp_path: Path) -> N
     own = replace(row.candidate, job=replace(row.candidate.job, software=OWN_SOFTWARE))
     theirs, ours = (ledger(each, rank_of(each, row)).working for each in (row.candidate, own))
     assert theirs < 2**30 < ours
+
+
+def test_a_dispatcher_that_takes_multiprocessors_slows_what_computes_beside_it(tmp_path: Path) -> None:
+    row = read(tmp_path, dispatcher="HybridEP", overlap="EP overlap")
+    assert row.constants == {"crowding": 32 / 132}
+    slower, none = (result.prediction.seconds for result in score([row, row._replace(constants={})]))
+    assert slower > 1.01 * none
