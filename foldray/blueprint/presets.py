@@ -111,6 +111,10 @@ _RELEASED: dict[str, dict[str, Any]] = {
         shared_hidden=2048, vocab=129280, latent_query_rank=1536, **_yarn(40.0, mscale=1.0, mscale_all_dim=1.0),
         router={"score": "sigmoid", "normalize": True, "scale": 2.5, "groups": 8, "topk_groups": 4},
     ),
+    "moonlight-16b-a3b": _deepseek(
+        16, layers=27, hidden=2048, ffn_hidden=11264, dense_first=1, experts=64, topk=6, expert_hidden=1408, shared_hidden=2816,
+        vocab=163840, rope_theta=50000.0, norm_eps=1e-5, router={"score": "sigmoid", "normalize": True, "scale": 2.446},
+    ),
     "kimi-k2": _deepseek(
         64, layers=61, hidden=7168, ffn_hidden=18432, dense_first=1, experts=384, topk=8, expert_hidden=2048,
         shared_hidden=2048, vocab=163840, latent_query_rank=1536, rope_theta=50000.0,

@@ -137,8 +137,8 @@ def _add_planning(commands: Any) -> None:
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help=meaning)
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe")
     command.add_argument("--model", help="named model, such as mixtral-8x22b (default: that of the recipe)")
-    meaning = "known cluster, such as eos-h100, or a file that `foldray calibrate` wrote"
-    command.add_argument("--cluster", required=True, metavar="NAME", help=meaning)
+    meaning = "known cluster, such as h100, or a file that `foldray calibrate` wrote (with --score, default: what rows name)"
+    command.add_argument("--cluster", metavar="NAME", help=meaning)
     sizes = (("gpus", "number of GPUs"), ("seq-len", "tokens per sequence"), ("global-batch", "sequences per step"))
     for name, meaning in sizes:
         command.add_argument(f"--{name}", type=int, metavar="N", help=meaning)

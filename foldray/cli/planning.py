@@ -16,16 +16,18 @@ from foldray.files import check_picture, write_picture
 
 def plan(given: argparse.Namespace) -> int:
     from foldray.costs import hardware
-    from foldray.plan import report, score
+    from foldray.plan import report, rows, score
 
-    machines = hardware.load_hardware(given.cluster)
     if given.picture:
         check_picture(Path(given.picture))  # before a search of minutes
     if given.fit:
-        return _fit(given, machines)
+        return _fit(given)
     if given.score:
-        scored = score.score(score.read_rows(given.score), machines)
+        scored = score.score(rows.read_rows(given.score, given.cluster))
         return say_either(given, partial(report.scores, scored), partial(report.score_table, scored))
+    if given.cluster is None:
+        raise UserError("cluster", "nothing", "is required, except with --score or --fit of rows that name their GPU")
+    machines = hardware.load_hardware(given.cluster)
     if given.disaggregate:
         return _plan_placements(given, machines)
     from foldray.plan import listed, search
@@ -63,13 +65,14 @@ def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:
     draw_roofline(comparison, space, path)
 
 
-def _fit(given: argparse.Namespace, machines: Any) -> int:
+def _fit(given: argparse.Namespace) -> int:
     """Fit the constants to published rows. Print the errors, and the error of each row by constants fitted to the others."""
     from foldray.plan import report, score
+    from foldray.plan.rows import read_rows
 
-    rows = score.read_rows(given.fit)
-    constants = score.fit(rows, machines)
-    scored, apart = score.score(rows, machines, constants), list(score.left_out(rows, machines))
+    rows = read_rows(given.fit, given.cluster)
+    constants = score.fit(rows)
+    scored, apart = score.score(rows, constants), list(score.left_out(rows))
     document = {"constants": constants, "mape": score.mape(scored), "mape_left_out": score.mape(apart)}
     tables = [report.constants_table(constants), report.score_table(scored), "each row by the others' constants:"]
     return say_either(given, lambda: document, lambda: "\n\n".join([*tables, report.score_table(apart)]))

@@ -24,6 +24,29 @@ Hiding = Literal["nothing", "within", "all"]
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """The precision of a recipe → the name of the dtype in hardware files."""
 
+PARTS = ("layernorm", "core_attn", "mla_up_proj", "moe")
+"""Parts of a block whose forward may run again in its backward, named as Megatron-LM's `recompute_modules`. `moe` is a whole MoE
+layer with its router and its all-to-alls."""
+
+
+class Software(NamedTuple):
+    """What training software holds of parameters and logits. The defaults are foldray's; published rows have others.
+
+    Args:
+        gradients, moments: bytes of a gradient that micro-batches add to, and of one of the optimizer's two moments.
+        apart: whether the gradients that a rank owns under ZeRO-1 lie apart from the whole ones, and leave from copies. Otherwise
+            they are reduced in place.
+        fused_loss: whether gradients of logits take the place of logits, so that no float32 copy of them exists.
+    """
+
+    gradients: int = 4
+    moments: int = 4
+    apart: bool = True
+    fused_loss: bool = False
+
+
+OWN_SOFTWARE = Software()
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,6 +60,8 @@ class Job:
         dispatch: what a token travels for (`moe.dispatch` of a recipe).
         wire: how rows are written for the wire (`moe.wire` of a recipe); None leaves them as they are.
         context: how ranks that share a sequence exchange keys and values of whole ones (`schedule.context` of a recipe).
+        again: those of `PARTS` that run again. Only published rows have them; foldray's runtime keeps these parts.
+        software: what weights' gradients and states take.
     """
 
     model: ModelSpec
@@ -47,6 +72,8 @@ class Job:
     dispatch: Literal["assignment", "rank"] = "assignment"
     wire: Literal["bfloat16", "float8"] | None = None
     context: Literal["ring", "all_gather"] = "ring"
+    again: tuple[str, ...] = ()
+    software: Software = OWN_SOFTWARE
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

@@ -19,7 +19,9 @@ from foldray.costs.hardware import Hardware, constants, counts
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
 FLOAT32, INT64 = 4, 8
 """Bytes of an element."""
-_CAST = 4  # bytes per element to read 2 bytes and write two fp8 copies, one of them transposed
+_NARROW: Mapping[str, float] = {"fp8": 4, "mxfp8": 4 + 2 / 32}
+"""Dtypes of products alone → bytes per element to read 2 bytes and write two copies, one of them transposed. A copy in MXFP8 has
+a scale of one byte for each block of 32 (Open Compute's microscaling formats)."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Device:
 
     @property
     def fp8(self) -> bool:
-        """Whether the products of feed-forward networks and of attention's projections are in fp8.
+        """Whether the products of feed-forward networks and of attention's projections are in fp8, or in MXFP8.
 
         As in Transformer Engine, attention itself, the router and the head stay in 16 bits, and so do activations and weights.
         """
-        return self.dtype == "fp8"
+        return self.dtype in _NARROW
 
     @cached_property
     def _wide_peak(self) -> float:
@@ -99,7 +101,7 @@ class Device:
 
     def casts(self, elements: float) -> float:
         """Return the seconds to cast an operand of products to fp8: an input in forward, a gradient in backward."""
-        return self.passes(_CAST * elements) if self.fp8 else 0.0
+        return self.passes(_NARROW[self.dtype] * elements) if self.fp8 else 0.0
 
     def launches(self, kernels: int) -> float:
         """Return the seconds that the host needs to start `kernels` kernels."""

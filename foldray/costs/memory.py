@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.costs.bounds import ends_of
-from foldray.costs.candidate import Candidate, Content, Pieces, PipelineLayout
+from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Content, Pieces, PipelineLayout, Software
 from foldray.costs.device import FLOAT32, INT64
 from foldray.costs.rank import RankCosts, shared_by_fold, shared_by_ops
 from foldray.costs.updates import elements, moment
-from foldray.costs.working import after_backward, buffers, head_logits, networks, passing_keys, unreduced
+from foldray.costs.working import after_backward, buffers, head_logits, networks, not_kept, passing_keys, unreduced
 from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.graph import PipelineGraph
@@ -203,11 +203,17 @@ class Held(NamedTuple):
 @shared_by_fold
 def content_parameters(rank: RankCosts, content: Content) -> Held:
     """Return the bytes for the parameters of a position."""
-    return parameters(rank.fold, rank.zero, rank.device.bytes, rank.elements(content), elements(rank, content))
+    count, software = rank.elements(content), rank.job.software
+    return parameters(rank.fold, rank.zero, rank.device.bytes, count, elements(rank, content), software)
 
 
 def parameters(
-    fold: Fold, zero: int, itemsize: int, count: Mapping[str, float], hidden: Mapping[str, float] | None = None
+    fold: Fold,
+    zero: int,
+    itemsize: int,
+    count: Mapping[str, float],
+    hidden: Mapping[str, float] | None = None,
+    software: Software = OWN_SOFTWARE,
 ) -> Held:
     """Return the bytes for the parameters of a rank.
 
@@ -225,8 +231,9 @@ def parameters(
         shared = zero > 0 and ranks > 1
         owned = whole / ranks if shared else whole
         weights += (owned if zero == 3 else whole) * itemsize + (owned * FLOAT32 if itemsize < FLOAT32 else 0)
-        gradients += FLOAT32 * ((owned if shared else 0) + (whole if zero < 2 or not shared else 0))
-        optimizer += 2 * FLOAT32 * owned - FLOAT32 * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
+        apart = owned if shared and (software.apart or zero > 1) else 0
+        gradients += software.gradients * (apart + (whole if zero < 2 or not shared else 0))
+        optimizer += 2 * software.moments * owned - software.moments * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
     return Held(weights, gradients, optimizer)
 
 
@@ -273,13 +280,15 @@ def block_activations(
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
     total = 2 * n * model.hidden * b  # the input and the output of attention
-    total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
+    total += _attention(rank, block.attention, n, ATTENTION in again, sliced) - not_kept(rank, block, n, again)
     if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
         total += 5 * n * model.hidden * b + n * fold.tp * INT64
     if block.dense:
         total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
     if not block.moe:
         return total
+    if "moe" in rank.job.again:  # all that such a layer keeps is its token
+        return total + n * model.hidden * b
     experts, topk = block.moe.experts, block.moe.topk
     # The token; two float32 numbers of each expert; of each chosen one, its number and two float32 numbers.
     total += n * (model.hidden * b + experts * 2 * FLOAT32 + topk * (INT64 + 2 * FLOAT32))

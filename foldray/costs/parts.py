@@ -16,7 +16,7 @@ from typing import NamedTuple
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, ModelSpec, overload, visits_of_a_token
 from foldray.clock import COMPUTE
 from foldray.costs.candidate import Job
-from foldray.costs.device import Device
+from foldray.costs.device import FLOAT32, Device
 from foldray.costs.hardware import counts
 from foldray.costs.network import Network, Travel
 from foldray.costs.shares import Work
@@ -76,7 +76,8 @@ class Parts(ABC):
         for weights, shape in enumerate(shapes):
             yield Work(COMPUTE, what, self.device.product(*shape, wide, groups), bool(weights))
         if back:
-            yield self._memory(counts().sums * groups * inside * outside)._replace(weights=True)
+            sums = counts().sums * self.job.software.gradients / FLOAT32
+            yield self._memory(sums * groups * inside * outside)._replace(weights=True)
 
     def _embedded(self, wide: float, back: bool) -> Iterator[Work]:
         """Yield the work for rows of the embedding."""
@@ -90,6 +91,12 @@ class Parts(ABC):
         yield self._memory((2 if back else 1) * 10 * n * self._width)
         yield self._launch("head_norm", back)
         yield from self._products("gemm", n, 2 * self.model.hidden, self.model.hidden, back)
+
+    def _normed(self, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work of a norm that runs again in backward (`Job.again`)."""
+        if back and "layernorm" in self.job.again:
+            yield self._memory(2 * n * self._width)
+            yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
 
     def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
         """Yield ZeRO-3's gather of weights over the ranks that share them. Backward also scatters their gradients."""
@@ -140,6 +147,9 @@ class AttentionParts(Parts):
         queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
         core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (local.queries + local.outputs), queries)
         yield Work(COMPUTE, "attention", core)
+        if back and "core_attn" in self.job.again:
+            yield Work(COMPUTE, "attention", core / 2.5)
+            yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
         if local.sinks:
             yield self._memory(2 * wide * local.outputs * self.device.bytes)
         if fold.cp > 1 and whole:
@@ -167,6 +177,7 @@ class AttentionParts(Parts):
         yield from self._zero3(ATTENTION, block, back)
         if block.mtp:
             yield from self._joined(n, back)
+        yield from self._normed(n, back)
         heads = wide * (local.queries + local.keys) * self.device.bytes  # bytes of queries and keys, which rope rotates
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
         if local.norm != "none":
@@ -193,6 +204,9 @@ class AttentionParts(Parts):
             yield from self._tensor(wide, back, ways=1)
         for inside, width in local.inputs.values():
             yield from self._products("gemm", wide, inside or hidden, width, back)
+            if back and "mla_up_proj" in self.job.again:
+                yield from self._products("gemm", wide, inside or hidden, width, False)
+                yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
 
     def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         """Yield the travel of a slice's keys and values; in backward, of their float32 gradients."""
@@ -241,6 +255,7 @@ class MixtureParts(Parts):
 
     def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, moe = self._rows(tokens), _mixture(block)
+        yield from self._normed(n, back)
         yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
         yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
         yield self._launch(ROUTE, back)

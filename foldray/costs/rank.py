@@ -39,6 +39,8 @@ from foldray.kinds import (
     SHARED,
 )
 
+_MOE = (ROUTE, DISPATCH, SHARED, EXPERT, COMBINE, MERGE)
+
 
 class OpWork:
     """The costs of a candidate's ops. Candidates may share the costs of a rank (`rank`), or their tables (`memo`)."""
@@ -134,7 +136,9 @@ class RankCosts(AttentionParts, MixtureParts):
         table, key = self._table_of(kind, block), (back, tokens.start if kind == ATTENTION else 0, len(tokens))
         price: Price | None = table.get(key)
         if price is None:
-            price = table[key] = Price.of(PRICES[kind](self, block, tokens, back))
+            again = back and kind in _MOE and "moe" in self.job.again
+            ways = (False, True) if again else (back,)
+            price = table[key] = Price.of(work for way in ways for work in PRICES[kind](self, block, tokens, way))
         return price
 
     def issue(self, price: Price) -> float:
@@ -238,6 +242,7 @@ class RankCosts(AttentionParts, MixtureParts):
         assert block.dense
         n = self._rows(tokens)
         yield from self._zero3(FFN, block, back)
+        yield from self._normed(n, back)
         yield self._memory((2 if back else 1) * 5 * n * self._width)
         yield from self._dense(n, block.dense, back)
         yield self._launch(FFN, back)

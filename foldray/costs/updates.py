@@ -58,14 +58,15 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
     """
     network, zero, device = rank.network, rank.zero, rank.device
     owners = rank.fold.group_size(family) if zero else 1
-    gradients = FLOAT32 * count  # bytes
+    software = rank.job.software
+    gradients = software.gradients * count  # bytes
     chunks = max(1.0, gradients / size) if (size := reduction.most) else 1.0
     lane, seconds = network.gather(family, gradients)
     travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
-    optimizer = count / owners * (6 * FLOAT32 + FLOAT32 + device.bytes) / bandwidth
+    optimizer = count / owners * (2 * FLOAT32 + 4 * software.moments + software.gradients + device.bytes) / bandwidth
     if hidden:
         optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * FLOAT32 / bandwidth
     return Update("edp" if family == "edp" else "dp_cp", lane, chunks, reduce, gather, optimizer)

@@ -40,6 +40,8 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
 
 def head_logits(rank: RankCosts, tokens: int) -> float:
     """Return the bytes of the logits of a piece at the head's fullest moment."""
+    if rank.job.software.fused_loss:  # as TransformerEngine's: logits, whose place their gradients take
+        return tokens * rank.sequences * (rank.model.vocab + rank.model.hidden * rank.fold.tp) * rank.device.bytes
     # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
     # fewer tensors at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
     wide = max(FLOAT32, rank.device.bytes)
@@ -128,6 +130,22 @@ def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedFo
     return count * max(small, default=0) / (spec.width + spec.inner)
 
 
+def not_kept(rank: RankCosts, block: BlockSpec, n: float, again: tuple[str, ...]) -> float:
+    """Return those bytes of a block's activations that are not kept because parts of ops run again (`Job.again`)."""
+    if not rank.job.again:
+        return 0.0
+    parts, spec, local, tokens = rank.job.again, block.attention, block.attention.cut(rank.fold.tp), n * rank.fold.tp
+    row, spared = rank.model.hidden * rank.device.bytes, 0.0
+    if "layernorm" in parts:  # inputs of attention and of the experts, or of a dense network
+        spared += (n if block.moe else tokens) * row * (FFN not in again)
+        spared += (n if spec.latent else tokens) * row * (ATTENTION not in again)
+    if "core_attn" in parts and ATTENTION not in again:  # the log-sum-exp; the next product keeps the results
+        spared += tokens * local.heads * FLOAT32
+    if "mla_up_proj" in parts and spec.latent and ATTENTION not in again:
+        spared += tokens * (local.queries + local.keys + local.values) * rank.device.bytes
+    return spared
+
+
 def unreduced(rank: RankCosts, content: Content) -> float:
     """Return the bytes of whole sums that micro-batches add to under ZeRO-2, until the last one's gradients are reduced."""
     return FLOAT32 * _shared(rank, content).whole if rank.zero == 2 else 0.0
@@ -138,9 +156,9 @@ def after_backward(rank: RankCosts, content: Content, several: bool) -> float:
 
     Gradients are sent from copies, which stay until all have left. ZeRO-2 frees a buffer's gradients with the copy. Then weights
     are gathered buffer by buffer, and are put in order twice. With `several` passes, the whole sums of ZeRO-2 already count with
-    the parameters.
+    the parameters. Software that reduces in place needs nothing.
     """
-    if rank.zero not in (1, 2):
+    if rank.zero not in (1, 2) or not rank.job.software.apart:
         return 0.0
     shared = _shared(rank, content)
     leaving = shared.largest + (not several) * shared.whole if rank.zero == 2 else shared.whole

@@ -13,7 +13,7 @@ from foldray.costs.shares import COMPUTING
 from foldray.plan.allocator import Allocation, Demand
 from foldray.plan.listed import Listed
 from foldray.plan.placing import Placed
-from foldray.plan.score import Scored, mape
+from foldray.plan.score import Pair, Scored, mape, median_errors, pairs
 from foldray.plan.search import Found, Planned
 
 
@@ -145,7 +145,7 @@ def why(planned: Sequence[Planned]) -> str:
 
 
 def scores(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Return the document that `foldray plan --score --json` prints. MFU and errors are fractions."""
+    """Return the document that `foldray plan --score --json` prints. MFU, ratios and errors are fractions."""
     rows = [
         {
             "row_id": result.row.name,
@@ -154,31 +154,75 @@ def scores(scored: Sequence[Scored]) -> dict[str, Any]:
             "step_time_s": result.prediction.seconds,
             "memory_gib": result.memory.total / GIB,
             "fits": result.fits,
+            "error": result.error,
+            "memory_error": result.memory_error,
+            "assumed": list(result.row.assumed),
+            "unpriced": list(result.row.unpriced),
         }
         for result in scored
     ]
-    measured = [result for result in scored if result.error is not None]
-    return {"rows": rows, "mape": mape(measured) if measured else {}}
+    measured, found = [result for result in scored if result.error is not None], pairs(scored)
+    ratios = [
+        {"rows": [pair.first.row.name, pair.second.row.name], "thing": pair.thing, "published": pair.published,
+         "predicted": pair.predicted, "priced": pair.priced}
+        for pair in found
+    ]  # fmt: skip
+    return {"rows": rows, "mape": mape(measured) if measured else {}, "pairs": ratios, "median_pairs": median_errors(found)}
 
 
 def score_table(scored: Sequence[Scored]) -> str:
-    """Return a text with every row, the mean absolute errors, and the row with the largest error."""
-    lines = [f"{'row':<10}{'model':<24}{'method':<19}{'GPUs':>5}{'measured':>10}{'predicted':>10}{'error':>8}{'memory':>10}"]
+    """Return a text with every row, the mean absolute errors, the row with the largest error, and the pairs of rows."""
+    wide = max(len(result.row.name) for result in scored) + 2 if scored else 0
+    method = max(len(result.row.method) for result in scored) + 2 if scored else 0
+    held = any(result.memory_error is not None for result in scored)
+    lines = [
+        f"{'row':<{wide}}{'model':<24}{'method':<{method}}{'GPUs':>5}{'measured':>10}{'predicted':>10}{'error':>8}{'memory':>10}"
+    ]
+    lines[0] += f"{'published':>14}{'error':>8}" if held else ""
     for result in scored:
-        job, fold = result.row.candidate.job, result.row.candidate.fold
+        row, job, fold = result.row, result.row.candidate.job, result.row.candidate.fold
         error = f"{result.error:>+8.1%}" if result.error is not None else " " * 8
-        known = f"{result.row.mfu:>10.1%}" if result.row.mfu is not None else " " * 10
-        lines.append(
-            f"{result.row.name:<10}{job.model.preset or '':<24}{result.row.method:<19}{fold.world_size:>5}{known}"
-            f"{result.prediction.mfu_causal:>10.1%}{error}{result.memory.total / GIB:>6.0f} GiB"
-            f"{'' if result.fits else ' does not fit'}"
-        )
+        known = f"{row.mfu:>10.1%}" if row.mfu is not None else " " * 10
+        published = f"{row.memory / GIB:>10.1f} GiB{result.memory_error:>+8.1%}" if row.memory else ""
+        more = [
+            *(["does not fit"] if not result.fits else []),
+            *(f"{key}?" for key in row.assumed),
+            *(f"{key}!" for key in row.unpriced),
+        ]
+        line = f"{row.name:<{wide}}{job.model.preset or '':<24}{row.method:<{method}}{fold.world_size:>5}{known}"
+        line += f"{result.prediction.mfu_causal:>10.1%}{error}{result.memory.total / GIB:>6.0f} GiB{published:<{22 * held}}"
+        lines.append(f"{line} {' '.join(more)}".rstrip())
     measured = [result for result in scored if result.error is not None]
+    if any(result.row.assumed or result.row.unpriced for result in scored):
+        lines += [
+            "",
+            "?: the row does not say it, so the plainest is assumed; !: the row has it, and the planner has no price for it",
+        ]
+    if held:
+        lines.append("errors of memory are those of what the allocator holds: the prediction without the workspace")
     if measured:
         worst = max(measured, key=lambda result: abs(result.error or 0.0))
-        lines += ["", "mean absolute error of MFU:", *(f"  {name:<20}{value:>6.1%}" for name, value in mape(measured).items())]
+        lines += [
+            "",
+            "mean absolute error of MFU:",
+            *(f"  {name:<{method}} {value:>6.1%}" for name, value in mape(measured).items()),
+        ]
         lines.append(f"worst: {worst.row.name}, {worst.error:+.1%}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_pair_lines(pairs(scored), wide)])
+
+
+def _pair_lines(found: Sequence[Pair], wide: int) -> list[str]:
+    """Return lines about pairs of rows that differ in one thing: the ratios of their speeds, and the median of their errors."""
+    if not found:
+        return []
+    lines = ["", "pairs of rows that differ in one thing, and the speed of the second over that of the first:"]
+    lines.append(f"  {'first':<{wide}}{'second':<{wide}}{'compared':<16}{'published':>9}{'predicted':>11}{'error':>8}")
+    for pair in found:
+        names = f"  {pair.first.row.name:<{wide}}{pair.second.row.name:<{wide}}{pair.thing:<16}"
+        priced = f"{pair.predicted:>11.3f}{pair.error:>+8.1%}" if pair.priced else f"{'no price':>11}"
+        lines.append(f"{names}{pair.published:>9.3f}{priced}")
+    lines += ["", "median absolute error of pairs:"]
+    return [*lines, *(f"  {name:<16}{value:>6.1%}" for name, value in median_errors(found).items())]
 
 
 def constants_table(fitted: Mapping[str, float]) -> str:

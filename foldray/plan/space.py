@@ -71,9 +71,8 @@ class Space:
         device = Device.of(self.job, self.hardware)
         for fold in self._one_level():
             yield fold
-            size, together, nodes = Network(fold, device).shape("ep")
-            if nodes > 1 and together > 1 and size == together * nodes:
-                yield replace(fold, ep_inside=together)
+            if (inside := in_two_levels(fold, device)) != fold:
+                yield inside
 
     def _one_level(self) -> Iterator[Fold]:
         for fold in legal_folds(self.job.model, self.job.seq_len, self.gpus, self.pins):
@@ -110,6 +109,12 @@ class Space:
         """Return the numbers of pieces of a sequence. With several parts, sequences may be whole."""
         whole = [1] if batch_degree > 1 else []
         return [*whole, *(degree for degree in self.degrees if degree * batch_degree <= max(self.degrees))]
+
+
+def in_two_levels(fold: Fold, device: Device) -> Fold:
+    """Return a fold whose tokens travel once to each node first, if its groups have several ranks on each of several nodes."""
+    size, together, nodes = Network(fold, device).shape("ep")
+    return replace(fold, ep_inside=together) if nodes > 1 and together > 1 and size == together * nodes else fold
 
 
 def legal_folds(model: ModelSpec, seq_len: int, gpus: int, pins: Mapping[str, int] = MappingProxyType({})) -> Iterator[Fold]:

@@ -28,7 +28,7 @@ from foldray.fold import divisors
 from tests.gate import examples
 
 
-# Totals as the models' makers state them. DeepSeek's total is that of deepseek-moe-16b-base.
+# Totals as the models' makers state them (Moonlight's without embedding and head). DeepSeek's is that of deepseek-moe-16b-base.
 @pytest.mark.parametrize(
     ("preset", "total"),
     [
@@ -47,6 +47,7 @@ from tests.gate import examples
         ("DeepSeek-V2-Lite", 15.7e9),
         ("DeepSeek-V3", 671e9),
         ("Kimi-K2", 1026e9),
+        ("Moonlight-16B-A3B", 15.29e9 + 2 * 163840 * 2048),
     ],
 )
 def test_parameter_totals(preset, total):
@@ -75,6 +76,7 @@ PUBLISHED = {
     "GPT-OSS-20B": (24, 24, 2880, 64, 8, 64, None, 2880, 32, 4, 0, 201088, False),
     "DeepSeek-V2-Lite": (27, 26, 2048, 16, 16, 192, 10944, 1408, 64, 6, 2816, 102400, True),
     "DeepSeek-V3": (61, 58, 7168, 128, 128, 192, 18432, 2048, 256, 8, 2048, 129280, True),
+    "Moonlight-16B-A3B": (27, 26, 2048, 16, 16, 192, 11264, 1408, 64, 6, 2816, 163840, True),
     "Kimi-K2": (61, 60, 7168, 64, 64, 192, 18432, 2048, 384, 8, 2048, 163840, True),
 }
 

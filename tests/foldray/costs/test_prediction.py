@@ -18,6 +18,7 @@ from foldray.costs.memory import ledger
 from foldray.costs.prediction import Step, predict, straggling
 from foldray.costs.rank import OpWork
 from foldray.costs.whole import simulate_step, whole_seconds
+from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.graph import Reduction, SliceCost, slice_sequence
 from foldray.kinds import ATTENTION, OP_KINDS, STAGE
@@ -288,9 +289,47 @@ def test_every_op_that_computes_starts_kernels() -> None:
     assert set(counts().kernels) == computing | {"part", "head_norm", "expert_bias"} | once | wire
 
 
+# By the makers' data sheets, for one GPU: dense bf16 and fp8 in TFLOP/s, GB of memory, GB/s of memory, GB/s of NVLink or Infinity
+# Fabric in both directions, Gbit/s of an adapter.
+DATA_SHEETS: dict[str, tuple[float, float | None, float, float, float, float]] = {
+    "a100": (312, None, 80, 2039, 600, 200),
+    "b200": (2250, 4500, 180, 8000, 1800, 400),
+    "gb200": (2500, 5000, 186, 8000, 1800, 400),
+    "b300": (2250, 4500, 288, 8000, 1800, 800),
+    "gb300": (2500, 5000, 288, 8000, 1800, 800),
+    "mi300x": (1307, 2615, 192, 5300, 896, 400),
+    "mi355x": (2517, 5033, 288, 8000, 1075, 400),
+}
+
+
 def test_known_hardware_loads() -> None:
-    assert set(known_hardware()) == {"eos-h100", "h200", "h800", "a10g-g5.48xlarge", "rtx3090"}
+    others = {"eos-h100", "h100", "h200", "h800", "a10g-g5.48xlarge", "rtx3090"}
+    assert set(known_hardware()) == others | DATA_SHEETS.keys()
     assert all(load_hardware(name).name == name for name in known_hardware())
+    assert all("data sheet" in load_hardware(name).source for name in known_hardware())
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_data_sheets(name: str) -> None:
+    """No GPU sees all of the memory in its data sheet. Links there count both ways, and adapters in Gbit/s."""
+    bf16, fp8, memory, bandwidth, link, adapter = DATA_SHEETS[name]
+    machines = load_hardware(name)
+    assert machines.peak_tflops["bf16"] == pytest.approx(bf16, rel=0.01)
+    assert machines.peak_tflops.get("fp8") == (pytest.approx(fp8, rel=0.01) if fp8 else None)
+    assert machines.peak_tflops.get("mxfp8") in (None, machines.peak_tflops.get("fp8"))
+    assert 0.92 * memory < machines.memory_gib <= memory
+    assert machines.memory_gb_s == pytest.approx(bandwidth, rel=0.01)
+    assert (2 * machines.intra.gb_s, 8 * machines.inter.gb_s) == (pytest.approx(link, rel=0.01), adapter)
+
+
+def test_mxfp8_writes_a_scale_for_each_block_of_32() -> None:
+    """Casts take 1 / 64 longer than those to fp8 (4 1/16 bytes for 4), and products as long. Hopper has no MXFP8."""
+    devices = [Device(load_hardware("b200"), dtype) for dtype in ("fp8", "mxfp8", "bf16")]
+    fp8, mxfp8, bf16 = ((device.casts(1e6), device.product(8192, 8192, 8192)) for device in devices)
+    assert mxfp8 == (pytest.approx(fp8[0] * (1 + 1 / 64)), fp8[1])
+    assert bf16 == (0.0, 2 * fp8[1])
+    with pytest.raises(UserError, match="mxfp8: has no peak in hardware h100"):
+        _ = Device(load_hardware("h100"), "mxfp8").peak
 
 
 def test_fp8_is_for_products_only() -> None:

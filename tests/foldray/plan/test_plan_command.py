@@ -12,7 +12,7 @@ import pytest
 from foldray.cli import main
 from foldray.errors import UserError
 from foldray.graph.chunks import REDUCTIONS
-from foldray.plan.score import COLUMNS
+from foldray.plan.rows import PAPER as COLUMNS
 from foldray.plan.space import KINDS, Space
 
 ASKED = ["plan", "--model", "mixtral-8x22b", "--cluster", "eos-h100", "--gpus", "64", "--seq-len", "4096", "--global-batch", "64",
@@ -63,8 +63,10 @@ def test_scores_of_published_rows(tmp_path: Path, capsys) -> None:
     assert main(["plan", "--score", str(path), "--cluster", "eos-h100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [set(each) for each in document["rows"]] == [
-        {"row_id", "mfu_causal", "mfu_full", "step_time_s", "memory_gib", "fits"}
+        {"row_id", "mfu_causal", "mfu_full", "step_time_s", "memory_gib", "fits", "error", "memory_error", "assumed", "unpriced"}
     ] * 2
+    assert [each["error"] is None for each in document["rows"]] == [False, True]
+    assert document["pairs"] == []
     assert document["mape"].keys() == {"overall", "MCore w/ Folding"}, "what was not measured has no error"
     assert main(["plan", "--score", str(path), "--cluster", "eos-h100"]) == 0
     assert "worst: A" in capsys.readouterr().out
