@@ -185,10 +185,11 @@ class Online:
         found = self._listed.get(knobs, (None, None))[0]  # a list has the chunks of one size
         self.execution.reorder(ordering._replace(found=found))
 
-    def _learn(self, tell: Tell) -> Steps:
-        """Measure the times of ops with the present setting, if the order needs them: one warm-up step, then traced ones."""
+    def _learn(self, tell: Tell, anyway: bool = False) -> Steps:
+        """Measure the times of ops with the present setting, if the order needs them, or `anyway`: one warm-up step, then traced
+        ones."""
         execution, was_open = self.execution, self.execution.ordering.open
-        while execution.lacks_costs or (self.names and execution.ordering.costs is None):
+        while execution.lacks_costs or (anyway and execution.ordering.costs is None):
             if execution.trace is None:
                 yield
                 execution.trace = Trace(self.device)
@@ -214,7 +215,7 @@ class Online:
     def _take(self, knobs: Knobs, count: int, warm_up: int, tell: Tell) -> Generator[None, float, list[float]]:
         """Run some steps with a setting, and return their seconds without the warm-up steps."""
         self._turn_to(knobs)
-        yield from self._learn(tell)
+        yield from self._learn(tell, bool(self.names))
         return (yield from _seconds(count))[warm_up:]
 
     def _range(self) -> tuple[int, int] | None:
