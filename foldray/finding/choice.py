@@ -23,6 +23,7 @@ _BLOCKS = 4  # simulated blocks of a stage; every further block takes as long as
 _PASSES = 2  # simulated micro-batches, of which one may compute while another one's rows travel
 MOST_TRIED = 6
 LEAST_GAIN = 0.005  # of a step; what is expected to gain less is not tried
+LEAST_HOPE = 0.02  # the same while pieces count as fast as their share of tokens, which nothing can beat
 
 Key = tuple[str, str, bool]
 """Kind and direction of ops, and whether their gradients of weights are ops of their own."""
@@ -110,7 +111,8 @@ class Choice:
             return None
         expected = {number: self.expected(number) for number in untried}
         number = min(expected, key=expected.__getitem__)
-        return number if expected[number] < (1 - LEAST_GAIN) * min(self.measured.values()) else None
+        least = LEAST_GAIN if len(self.measured) > 1 else LEAST_HOPE
+        return number if expected[number] < (1 - least) * min(self.measured.values()) else None
 
     def expected(self, number: int) -> float:
         """Return the seconds of a step: those on the clock, times how much longer steps took than on the clock.
