@@ -120,6 +120,12 @@ class Family(NamedTuple):
             yield Tensor("lm_head.weight", "embedding.weight")
 
 
+# What many rows of the table have in common.
+TOPK = {"topk": "num_experts_per_tok", "experts": "num_experts", "expert_hidden": "moe_intermediate_size"}
+BALANCED = {"router.balance_loss": "router_aux_loss_coef"}
+SOFTMAX, SIGMOID = {"router.score": ["softmax"]}, {"router.score": ["sigmoid"]}
+NO_DENSE = {"dense_first": [0], "moe_every": [1]}
+
 _KEYS = {
     "vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
@@ -293,6 +299,22 @@ def model_window(config: Values) -> Values:
     """Return the key of `model` for the window that all blocks have."""
     window = config.get("sliding_window")
     return {"windows": [f"sliding:{window}" if window else "full"]}
+
+
+def shares_experts(model: ModelSpec) -> Need:
+    """Return the need of families whose shared expert is as wide as several experts."""
+    several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
+    return "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
+
+
+def normalized(model: ModelSpec) -> Values:
+    """Return the key of `config.json` that says whether the weights of a token's experts sum to 1."""
+    return {"norm_topk_prob": weighs_to_one(model)}
+
+
+def before_topk(config: Values) -> Values:
+    """Return the router of families whose softmax runs over all experts."""
+    return {"router.softmax": "before_topk", "router.normalize": config["norm_topk_prob"]}
 
 
 def computed(model: ModelSpec) -> Values:

@@ -55,6 +55,8 @@ class Tensor(NamedTuple):
         tensor[self.place or (0,) * self.axes or ...] = parameter.T if self.turned else parameter
 
 
+SCORE_BIAS = Tensor("gate.e_score_correction_bias", "")
+"""The selection bias of most families; `mlp` completes both names."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 Block = Callable[[ModelSpec, int], Iterator[Tensor]]
 """The tensors of a block's feed-forward part."""

@@ -1,0 +1,88 @@
+"""Families with latent attention (DeepSeek-V2, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from foldray.blueprint import ModelSpec
+from trainers.hugging_face.family import SIGMOID, SOFTMAX, Family, Need, Values, sees_everything, shares_experts, weighs_to_one
+from trainers.hugging_face.names import SCORE_BIAS, mlp
+
+# DeepSeek: latent attention, shared experts, and groups of experts. The norms of narrow vectors add a number of their own.
+
+
+def _deepseek_needs(model: ModelSpec) -> Iterator[Need]:
+    yield "latent_rank", model.latent_rank > 0, ["at least 1"]
+    yield shares_experts(model)
+    yield sees_everything(model)
+    yield "norm_eps", model.norm_eps == 1e-6, [1e-6]
+
+
+def _deepseek2_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _deepseek_needs(model)
+    yield "router.normalize", not weighs_to_one(model), [False]
+    yield "heads", model.hidden % model.heads == 0, [f"a divisor of hidden={model.hidden}"]
+
+
+def _deepseek_config(model: ModelSpec) -> Values:
+    return {
+        "q_lora_rank": model.latent_query_rank or None, "qk_nope_head_dim": model.head_dim - (model.rope_dim or 0),
+        "n_shared_experts": model.shared_hidden // model.expert_hidden,
+    }  # fmt: skip
+
+
+def _deepseek2_config(model: ModelSpec) -> Values:
+    groups, given = model.router.groups, _deepseek_config(model)
+    limited = {"n_group": groups, "topk_group": model.router.topk_groups, "topk_method": "group_limited_greedy"}
+    return given | (limited if groups > 1 else {"topk_method": "greedy"})
+
+
+def _deepseek3_config(model: ModelSpec) -> Values:
+    router = {"n_group": model.router.groups, "topk_group": model.router.topk_groups, "norm_topk_prob": model.router.normalize}
+    turning = {"rope_interleave": model.rope_pairs == "interleaved", "num_nextn_predict_layers": model.mtp_depth}
+    return _deepseek_config(model) | router | turning
+
+
+def _deepseek_model(config: Values) -> Values:
+    return {
+        "latent_query_rank": config["q_lora_rank"] or 0, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "rope_dim": config["qk_rope_head_dim"], "shared_hidden": config["n_shared_experts"] * config["moe_intermediate_size"],
+    }  # fmt: skip
+
+
+def _deepseek2_model(config: Values) -> Values:
+    limited = config["topk_method"] == "group_limited_greedy"
+    groups = {"router.groups": config["n_group"], "router.topk_groups": config["topk_group"]} if limited else {}
+    return {**_deepseek_model(config), "rope_pairs": "interleaved", "router.softmax": "before_topk", **groups}
+
+
+def _deepseek3_model(config: Values) -> Values:
+    return {
+        **_deepseek_model(config), "rope_pairs": "interleaved" if config["rope_interleave"] else "halves",
+        "router.score": "sigmoid", "router.normalize": config["norm_topk_prob"], "router.groups": config["n_group"],
+        "router.topk_groups": config["topk_group"],
+    }  # fmt: skip
+
+
+_DEEPSEEK: dict[str, str | None] = {
+    "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
+    "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.scale": "routed_scaling_factor",
+    "latent_rank": "kv_lora_rank", "value_dim": "v_head_dim", "rope_dim": "qk_rope_head_dim", "head_dim": None,
+}  # fmt: skip
+_ANY: dict[str, None] = {"router.scale": None, "router.groups": None}
+
+
+WITH_LATENT = (
+    Family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK | {"router.balance_loss": "aux_loss_alpha"},
+        {"attention_bias": False, "mlp_bias": False},
+        SOFTMAX | _ANY | {"moe_every": [1], "rope_pairs": ["interleaved"]}, mlp("shared_experts"),
+        _deepseek2_needs, _deepseek2_config, _deepseek2_model,
+    ),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _DEEPSEEK, {"attention_bias": False},
+        SIGMOID | _ANY | {"moe_every": [1], "rope_pairs": ["halves", "interleaved"], "router.selection_bias": [False, True],
+                           "mtp_depth": None},
+        mlp("shared_experts", SCORE_BIAS), _deepseek_needs, _deepseek3_config, _deepseek3_model, ("kimi_k2",),
+    ),
+)  # fmt: skip
