@@ -82,6 +82,9 @@ class ModelSpec(Strict):
     latent_query_rank: WidthOrZero = 0
     """Width of the vector from which heads make queries with latent attention. 0 makes them from
     the block's input."""
+    latent_norm_eps: PositiveFloat | None = None
+    """Number that the norms of latent attention's vectors add before they divide. Null is
+    `norm_eps`."""
     windows: Windows = (FULL.name,)
     """How far back queries see, one entry for each block; the list repeats. `full`
     sees all earlier tokens, `sliding:TOKENS` the newest ones, `chunked:TOKENS` those of its own
@@ -211,6 +214,8 @@ class ModelSpec(Strict):
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])
+            if self.latent_norm_eps is not None:
+                raise UserError("model.latent_norm_eps", self.latent_norm_eps, "needs latent_rank", ["null"])
             return
         if self.positions != "rope" or self.rope_dim in (None, self.head_dim):
             raise UserError("model.rope_dim", self.rope_dim, f"must be less than head_dim={self.head_dim} with latent_rank")

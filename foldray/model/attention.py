@@ -285,7 +285,7 @@ class LatentAttention(Attention):
         share = self.share
         assert share.latent
         made, latent, new = share.inputs, share.latent, self.out.new_empty
-        self.latent, self.eps = latent, model.norm_eps
+        self.latent, self.eps = latent, model.latent_norm_eps or model.norm_eps
         self.down = nn.Parameter(new(model.hidden, sum(share.downs.values())))
         self.query = nn.Parameter(new(made["query"][0] or model.hidden, made["query"][1]))
         self.key_value = nn.Parameter(new(*made["key_value"]))

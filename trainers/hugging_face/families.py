@@ -14,14 +14,14 @@ from trainers.hugging_face.with_softmax import WITH_SOFTMAX
 FAMILIES: tuple[Family, ...] = (*WITH_SOFTMAX, *WITH_SIGMOID, *WITH_LATENT)
 
 
-def own_family(name: str | None) -> Family | None:
-    """Return the user's own family that `export.family` names."""
-    return None if name is None else find_row("export.family", {}, Family, name)
+def named_family(name: str | None) -> Family | None:
+    """Return the family that `export.family` names: a row of the table, or the user's own one."""
+    return None if name is None else find_row("export.family", {row.model_type: row for row in FAMILIES}, Family, name)
 
 
-def family_of(model: ModelSpec, own: Family | None = None) -> Family:
-    """Return the family that a model belongs to: the user's own one, if there is one, or one of the table."""
-    families = FAMILIES if own is None else (own,)
+def family_of(model: ModelSpec, named: Family | None = None) -> Family:
+    """Return the family that a model belongs to: the one that the recipe names, or the first of the table that has the model."""
+    families = FAMILIES if named is None else (named,)
     nearest = min(families, key=lambda family: len(family.misses(model)))
     if missing := nearest.misses(model):
         key, legal = missing[0]

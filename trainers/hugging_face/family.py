@@ -125,6 +125,8 @@ TOPK = {"topk": "num_experts_per_tok", "experts": "num_experts", "expert_hidden"
 BALANCED = {"router.balance_loss": "router_aux_loss_coef"}
 SOFTMAX, SIGMOID = {"router.score": ["softmax"]}, {"router.score": ["sigmoid"]}
 NO_DENSE = {"dense_first": [0], "moe_every": [1]}
+BY_SCORES: Values = SIGMOID | {"router.selection_bias": [False, True], "router.scale": None}
+"""The router of DeepSeek-V3, without its groups of experts."""
 
 _KEYS = {
     "vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -255,6 +257,16 @@ def dense_layers(model: ModelSpec) -> list[int]:
     return [layer for layer in range(model.layers) if not model.is_moe(layer)]
 
 
+def mlp_types(model: ModelSpec) -> Values:
+    """Return the key of `config.json` that says which blocks are dense."""
+    return {"mlp_layer_types": ["sparse" if model.is_moe(layer) else "dense" for layer in range(model.layers)]}
+
+
+def blocks_of_types(config: Values) -> Values:
+    """Return the keys of `model` that say which blocks are dense, from `mlp_layer_types`."""
+    return dense_blocks(config, lambda layer: config["mlp_layer_types"][layer] == "sparse")
+
+
 def windows_of(model: ModelSpec) -> list[str]:
     """Return the window of every block."""
     return [model.block(layer).attention.window for layer in range(model.layers)]
@@ -307,6 +319,16 @@ def shares_experts(model: ModelSpec) -> Need:
     return "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
 
 
+def shared_experts(config: Values, key: str = "n_shared_experts") -> Values:
+    """Return the key of `model` for a shared expert that is as wide as several experts."""
+    return {"shared_hidden": (config[key] or 0) * config["moe_intermediate_size"]}
+
+
+def expert_groups(model: ModelSpec) -> Values:
+    """Return the keys of `config.json` for groups of experts."""
+    return {"n_group": model.router.groups, "topk_group": model.router.topk_groups}
+
+
 def normalized(model: ModelSpec) -> Values:
     """Return the key of `config.json` that says whether the weights of a token's experts sum to 1."""
     return {"norm_topk_prob": weighs_to_one(model)}
@@ -325,7 +347,8 @@ def computed(model: ModelSpec) -> Values:
     return model.model_dump(exclude=unused) | {
         "router.score": model.router.score, "router.scale": model.router.scale, "router.groups": model.router.groups,
         "router.topk_groups": model.router.topk_groups,
-        "value_dim": model.value_dim or model.head_dim, "rope_dim": model.rope_dim or model.head_dim,
+        "latent_norm_eps": model.latent_norm_eps or model.norm_eps, "value_dim": model.value_dim or model.head_dim,
+        "rope_dim": model.rope_dim or model.head_dim,
         "windows": windows_of(model), "dense_first": dense_layers(model), "router.normalize": weighs_to_one(model),
         "router.selection_bias": model.router.score == "sigmoid" or model.router.selection_bias,
     }  # fmt: skip

@@ -103,7 +103,13 @@ def network(theirs: str, ours: str, matrices: Sequence[str] = _MATRICES) -> Iter
         yield Tensor(f"{theirs}.{matrix}.weight", f"{ours}.{part}", True)
 
 
-def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp", matrices: Sequence[str] = _MATRICES) -> Block:
+def mlp(
+    shared: str | None = None,
+    bias: Tensor | None = None,
+    part: str = "mlp",
+    matrices: Sequence[str] = _MATRICES,
+    router: str = "gate",
+) -> Block:
     """Return the tensors of a block as most families have them.
 
     Args:
@@ -111,6 +117,7 @@ def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp"
         bias: the selection bias; its names are relative to the block's network.
         part: name of the block's network.
         matrices: names of an expert's matrices.
+        router: name of the router in the block's network.
     """
 
     def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
@@ -118,7 +125,7 @@ def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp"
         if not model.is_moe(layer):
             yield from network(theirs, f"{ours}.ffn")
             return
-        yield Tensor(f"{theirs}.gate.weight", f"{ours}.moe.router.weight", True)
+        yield Tensor(f"{theirs}.{router}.weight", f"{ours}.moe.router.weight", True)
         if bias:
             yield bias._replace(name=f"{theirs}.{bias.name}", ours=f"{ours}.moe.router.bias", keeps=True)
         if shared and model.shared_hidden:

@@ -5,17 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import SIGMOID, SOFTMAX, Family, Need, Values, sees_everything, shares_experts, weighs_to_one
+from trainers.hugging_face.family import (
+    BY_SCORES,
+    SOFTMAX,
+    Family,
+    Need,
+    Values,
+    blocks_of_types,
+    expert_groups,
+    mlp_types,
+    sees_everything,
+    shared_experts,
+    shares_experts,
+    weighs_to_one,
+)
 from trainers.hugging_face.names import SCORE_BIAS, mlp
 
 # DeepSeek: latent attention, shared experts, and groups of experts. The norms of narrow vectors add a number of their own.
+
+
+_NARROW_EPS = 1e-6
 
 
 def _deepseek_needs(model: ModelSpec) -> Iterator[Need]:
     yield "latent_rank", model.latent_rank > 0, ["at least 1"]
     yield shares_experts(model)
     yield sees_everything(model)
-    yield "norm_eps", model.norm_eps == 1e-6, [1e-6]
+    eps = model.latent_norm_eps or model.norm_eps
+    yield "latent_norm_eps", eps == _NARROW_EPS, [_NARROW_EPS]
 
 
 def _deepseek2_needs(model: ModelSpec) -> Iterator[Need]:
@@ -27,7 +44,7 @@ def _deepseek2_needs(model: ModelSpec) -> Iterator[Need]:
 def _deepseek_config(model: ModelSpec) -> Values:
     return {
         "q_lora_rank": model.latent_query_rank or None, "qk_nope_head_dim": model.head_dim - (model.rope_dim or 0),
-        "n_shared_experts": model.shared_hidden // model.expert_hidden,
+        "n_shared_experts": model.shared_hidden // model.expert_hidden, "rope_interleave": model.rope_pairs == "interleaved",
     }  # fmt: skip
 
 
@@ -38,15 +55,15 @@ def _deepseek2_config(model: ModelSpec) -> Values:
 
 
 def _deepseek3_config(model: ModelSpec) -> Values:
-    router = {"n_group": model.router.groups, "topk_group": model.router.topk_groups, "norm_topk_prob": model.router.normalize}
-    turning = {"rope_interleave": model.rope_pairs == "interleaved", "num_nextn_predict_layers": model.mtp_depth}
-    return _deepseek_config(model) | router | turning
+    router = {**expert_groups(model), "norm_topk_prob": model.router.normalize}
+    return _deepseek_config(model) | router | {"num_nextn_predict_layers": model.mtp_depth}
 
 
 def _deepseek_model(config: Values) -> Values:
     return {
         "latent_query_rank": config["q_lora_rank"] or 0, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-        "rope_dim": config["qk_rope_head_dim"], "shared_hidden": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "rope_dim": config["qk_rope_head_dim"], **shared_experts(config),
+        "latent_norm_eps": None if config["rms_norm_eps"] == _NARROW_EPS else _NARROW_EPS,
     }  # fmt: skip
 
 
@@ -62,6 +79,17 @@ def _deepseek3_model(config: Values) -> Values:
         "router.score": "sigmoid", "router.normalize": config["norm_topk_prob"], "router.groups": config["n_group"],
         "router.topk_groups": config["topk_group"],
     }  # fmt: skip
+
+
+# GLM-4.7-Flash: the attention of DeepSeek-V3, and a list of dense blocks.
+
+
+def _glm_lite_config(model: ModelSpec) -> Values:
+    return _deepseek3_config(model) | mlp_types(model)
+
+
+def _glm_lite_model(config: Values) -> Values:
+    return _deepseek3_model(config) | blocks_of_types(config)
 
 
 _DEEPSEEK: dict[str, str | None] = {
@@ -81,8 +109,12 @@ WITH_LATENT = (
     ),
     Family(
         "deepseek_v3", "DeepseekV3ForCausalLM", _DEEPSEEK, {"attention_bias": False},
-        SIGMOID | _ANY | {"moe_every": [1], "rope_pairs": ["halves", "interleaved"], "router.selection_bias": [False, True],
-                           "mtp_depth": None},
+        BY_SCORES | _ANY | {"moe_every": [1], "rope_pairs": ["halves", "interleaved"], "mtp_depth": None},
         mlp("shared_experts", SCORE_BIAS), _deepseek_needs, _deepseek3_config, _deepseek3_model, ("kimi_k2",),
+    ),
+    Family(
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", _DEEPSEEK | {"dense_first": None}, {"attention_bias": False},
+        BY_SCORES | _ANY | {"moe_every": None, "rope_pairs": ["halves", "interleaved"], "mtp_depth": None},
+        mlp("shared_experts", SCORE_BIAS), _deepseek_needs, _glm_lite_config, _glm_lite_model,
     ),
 )  # fmt: skip

@@ -7,14 +7,24 @@ from collections.abc import Iterator
 from foldray.blueprint import ModelSpec
 from trainers.hugging_face.family import (
     BALANCED,
+    BY_SCORES,
     NO_DENSE,
     SIGMOID,
+    TOPK,
     Family,
     Need,
     Values,
+    blocks_of_types,
+    expert_groups,
+    layer_types,
+    layer_windows,
+    mlp_types,
+    one_sliding_width,
     rope_config,
     sees_everything,
+    shared_experts,
     shares_experts,
+    turns_whole_heads,
 )
 from trainers.hugging_face.names import SCORE_BIAS, Tensor, mlp, sparse_moe
 
@@ -61,15 +71,86 @@ def _minimax_model(config: Values) -> Values:
     return {"qk_norm": "all", "ffn_hidden": config["intermediate_size"], **router}
 
 
+# dots.llm1: a norm of each head's queries and keys, and groups of experts.
+
+
+def _dots_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+    yield shares_experts(model)
+
+
+def _dots_config(model: ModelSpec) -> Values:
+    return {
+        "n_shared_experts": model.shared_hidden // model.expert_hidden, "attention_bias": model.attention_bias == "all",
+        **layer_types(model), **expert_groups(model),
+    }  # fmt: skip
+
+
+def _dots_model(config: Values) -> Values:
+    return {
+        **shared_experts(config), **layer_windows(config), "router.score": "sigmoid", "router.groups": config["n_group"],
+        "router.topk_groups": config["topk_group"], "attention_bias": "all" if config["attention_bias"] else "none",
+        "qk_norm": "head", "moe_every": 1,
+    }  # fmt: skip
+
+
+# Hy3: the same attention, weights that always sum to their scale, and a list of dense blocks.
+
+
+def _hy_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield shares_experts(model)
+    yield "router.normalize", model.router.normalize, [True]
+
+
+def _hy_config(model: ModelSpec) -> Values:
+    shared = model.shared_hidden // model.expert_hidden
+    return {"num_shared_experts": shared, "attention_bias": model.attention_bias == "all", **mlp_types(model)}
+
+
+def _hy_model(config: Values) -> Values:
+    return {
+        **shared_experts(config, "num_shared_experts"), **blocks_of_types(config), "router.score": "sigmoid",
+        "router.normalize": True, "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head",
+    }  # fmt: skip
+
+
+# Solar-Open: GLM-4.5 with experts in every block, and heads that turn as a whole.
+
+
+def _solar_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield from _glm_needs(model)
+
+
+def _solar_config(model: ModelSpec) -> Values:
+    return {
+        "n_shared_experts": model.shared_hidden // model.expert_hidden, "attention_bias": model.attention_bias == "inputs",
+        **expert_groups(model),
+    }  # fmt: skip
+
+
+def _solar_model(config: Values) -> Values:
+    return {
+        **shared_experts(config), "ffn_hidden": config["moe_intermediate_size"], "router.score": "sigmoid",
+        "router.groups": config["n_group"], "router.topk_groups": config["topk_group"],
+        "attention_bias": "inputs" if config["attention_bias"] else "none",
+    }  # fmt: skip
+
+
+_ROUTED = {
+    "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
+    "router.normalize": "norm_topk_prob", "router.scale": "routed_scaling_factor",
+}  # fmt: skip
+_FROM_FIRST = {"ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace"}
+
 WITH_SIGMOID = (
     Family(
         "glm4_moe", "Glm4MoeForCausalLM",
-        {"topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
-         "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.normalize": "norm_topk_prob",
-         "router.scale": "routed_scaling_factor"},
-        {"n_group": 1, "topk_group": 1},
-        SIGMOID | {"moe_every": [1], "qk_norm": ["none", "head"], "attention_bias": ["none", "inputs"],
-                    "router.selection_bias": [False, True], "router.scale": None, "mtp_depth": None},
+        _ROUTED | _FROM_FIRST, {"n_group": 1, "topk_group": 1},
+        BY_SCORES | {"moe_every": [1], "qk_norm": ["none", "head"], "attention_bias": ["none", "inputs"], "mtp_depth": None},
         mlp("shared_experts", SCORE_BIAS), _glm_needs, _glm_config, _glm_model,
     ),
     Family(
@@ -79,5 +160,20 @@ WITH_SIGMOID = (
         SIGMOID | NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"],
                                 "router.selection_bias": [False, True]},
         sparse_moe(Tensor("e_score_correction_bias", "")), _minimax_needs, _minimax_config, _minimax_model,
+    ),
+    Family(
+        "dots1", "Dots1ForCausalLM", _ROUTED | _FROM_FIRST, {},
+        BY_SCORES | {"moe_every": [1], "qk_norm": ["head"], "attention_bias": ["none", "all"], "router.groups": None},
+        mlp("shared_experts", SCORE_BIAS), _dots_needs, _dots_config, _dots_model,
+    ),
+    Family(
+        "hy_v3", "HYV3ForCausalLM", TOPK | {"ffn_hidden": "intermediate_size", "router.scale": "router_scaling_factor"},
+        {"mlp_bias": False}, BY_SCORES | {"qk_norm": ["head"], "attention_bias": ["none", "all"]},
+        mlp("shared_mlp", Tensor("expert_bias", ""), router="router.gate"), _hy_needs, _hy_config, _hy_model,
+    ),
+    Family(
+        "solar_open", "SolarOpenForCausalLM", _ROUTED, {},
+        BY_SCORES | NO_DENSE | {"attention_bias": ["none", "inputs"], "router.groups": None},
+        mlp("shared_experts", SCORE_BIAS), _solar_needs, _solar_config, _solar_model,
     ),
 )  # fmt: skip

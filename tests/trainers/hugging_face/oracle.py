@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.recipe import Recipe
 from foldray.runtime import Engine
 from tests.foldray.parity import engine_of
-from trainers.hugging_face.families import family_of, tensors_of
+from trainers.hugging_face.families import family_of, named_family, tensors_of
 from trainers.worker.engines import read_weights
 
 transformers = pytest.importorskip("transformers")
@@ -55,11 +54,24 @@ DEEPSEEK: dict[str, Any] = SIZES | {
 DEEPSEEK2 = DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": YARN}
 DEEPSEEK3 = DEEPSEEK | {"num_mtp_layers": 0, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}
 GPT_OSS = MIXTRAL | {"head_dim": 12, "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}}
+DOTS = GLM | {
+    "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+HY = {key: value for key, value in GLM.items() if key not in ("n_routed_experts", "n_shared_experts", "routed_scaling_factor")} | {
+    "num_experts": 4, "num_shared_experts": 2, "router_scaling_factor": 2.5,
+}  # fmt: skip
+SOLAR = {key: value for key, value in GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")} | {
+    "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+GLM_LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
     ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
     ("Ernie4_5_Moe", ERNIE), ("DeepseekV2", DEEPSEEK2), ("DeepseekV3", DEEPSEEK3),
-    ("GptOss", GPT_OSS),
+    ("GptOss", GPT_OSS), ("Dots1", DOTS), ("HYV3", HY), ("SolarOpen", SOLAR), ("Glm4MoeLite", GLM_LITE),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -79,6 +91,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
     }),
     ("GptOss", GPT_OSS | {"attention_bias": False, "layer_types": ["full_attention"] * 2, "num_experts_per_tok": 1}),
+    ("Dots1", GLM | {"attention_bias": True, "sliding_window": None, "norm_topk_prob": False, "layer_types": None}),
+    ("HYV3", HY | {"attention_bias": True, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
+    ("SolarOpen", SOLAR | {"attention_bias": False, "n_group": 2, "topk_group": 1, "norm_topk_prob": False}),
+    ("Glm4MoeLite", GLM_LITE | {
+        "rms_norm_eps": 1e-6, "q_lora_rank": None, "rope_interleave": False, "mlp_layer_types": ["sparse"] * 3,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
@@ -133,7 +152,7 @@ def mean_loss(made: Any, text_BL: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), text_BL[:, 1:].flatten())
 
 
-def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = False) -> dict[str, Tensor]:
+def by_our_names(made: Any, recipe: Recipe, folder: Path, gradients: bool = False) -> dict[str, Tensor]:
     """Return the weights of a model of transformers, or their gradients, by foldray's names.
 
     Args:
@@ -150,7 +169,8 @@ def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = Fa
         for parameter, value in zip(made.parameters(), kept, strict=True):
             parameter.data = value
     found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    tensors = [each for each in tensors_of(family_of(model), model) if not (gradients and each.keeps)]
+    family = family_of(recipe.model, named_family(recipe.export.family))
+    tensors = [each for each in tensors_of(family, recipe.model) if not (gradients and each.keeps)]
     return {each.ours: each.taken(found[each.name]) for each in tensors}
 
 

@@ -60,7 +60,7 @@ def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]
     mean_loss(theirs, text_BL).backward()
     logits_BLV = engine.model.logits(text_BL[:, :-1])
     torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), text_BL[:, 1:].flatten()).backward()
-    slopes = by_our_names(theirs, recipe.model, tmp_path / "slopes", gradients=True)
+    slopes = by_our_names(theirs, recipe, tmp_path / "slopes", gradients=True)
     for local, parameter in engine.model.named_parameters():
         assert parameter.grad is not None
         for name, index in engine.model.global_parts[local]:
@@ -141,7 +141,7 @@ def test_a_step_under_every_fold(
     optimizer = torch.optim.SGD(theirs.parameters(), lr=1.0)
     mean_loss(theirs, sample(0, BATCH, LENGTH + 1, recipe.model.vocab)).backward()
     optimizer.step()
-    expected = by_our_names(theirs, recipe.model, tmp_path / "after")
+    expected = by_our_names(theirs, recipe, tmp_path / "after")
     held = ranks(workers).run(trained, recipe)
     assert {key.removeprefix("model/") for each in held for key in each} >= expected.keys()
     for each in held:
@@ -161,7 +161,7 @@ def test_a_step_with_a_balance_loss(tmp_path: Path) -> None:
         balance = theirs(text_BL[:, :-1], output_router_logits=True).aux_loss
     (mean_loss(theirs, text_BL) + 0.5 * balance).backward()
     optimizer.step()
-    expected = by_our_names(theirs, recipe.model, tmp_path / "after")
+    expected = by_our_names(theirs, recipe, tmp_path / "after")
     found = trained(0, recipe)
     for key, tensor in expected.items():
         torch.testing.assert_close(found[f"model/{key}"][0], tensor, atol=1e-9, rtol=1e-9, msg=key)
@@ -217,7 +217,7 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
                 each[-1] = each[-2]
     x_TH = torch.randn(10_000, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with widened(), torch.no_grad():
-        _, weight_TK, expert_TK = gate(x_TH, bias) if family == "MiniMaxM2" else gate(x_TH)
+        _, weight_TK, expert_TK = gate(x_TH, bias) if family in ("MiniMaxM2", "HYV3") else gate(x_TH)
     ours = router(x_TH, TokenPiece(1))
     order, own = expert_TK.argsort(-1), ours.expert_TK.argsort(-1)
     assert torch.equal(ours.expert_TK.gather(-1, own), expert_TK.gather(-1, order))
