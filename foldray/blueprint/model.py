@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
@@ -72,6 +73,8 @@ class ModelSpec(Strict):
     attention_bias: AttentionBias = "none"
     """Biases of attention's products. `inputs` has them for queries, keys and values; `all` also
     has one behind the heads."""
+    attention_scale: PositiveFloat | None = None
+    """Factor on attention's scores. Null is 1 / √head_dim. `rope_scaling` may change it further."""
     attention_sinks: bool = False
     """Every head has a learnt score that takes a share of the softmax and adds nothing to the
     output (GPT-OSS)."""
@@ -130,6 +133,12 @@ class ModelSpec(Strict):
     rope_scaling: RopeScaling | None = None
     """Slower rotations, for sequences that are longer than those of an earlier training. Null
     leaves them out."""
+    full_positions: Literal["rope", "none"] = "rope"
+    """How attention knows positions in blocks with the window `full`. `none` leaves them to the
+    other blocks (NoPE), as in EXAONE-MoE."""
+    window_rope_theta: PositiveFloat | None = None
+    """Base of the rotation angles in blocks with another window than `full`, without
+    `rope_scaling`. Null is that of all blocks."""
     rope_pairs: Literal["halves", "interleaved"] = "halves"
     """Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and
     Llama in transformers), or 2i and 2i + 1 (`interleaved`, as GPT-J and ERNIE)."""
@@ -141,6 +150,12 @@ class ModelSpec(Strict):
     within 7. `module:NAME` names an activation of your own."""
     tied_embeddings: bool = False
     """The output head shares the embedding's weight, which saves vocab × hidden parameters."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor on the embedding of a token (Granite)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor on all that attention, networks and experts add to the residual stream (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor on the logits of the head (Granite)."""
     mtp_depth: Annotated[int, Field(ge=0, le=MOST_DEPTH)] = 0
     """Further tokens that training predicts at every position (multi-token prediction,
     DeepSeek-V3). Each takes one more block like the last one, behind the last block, and the head
@@ -211,6 +226,10 @@ class ModelSpec(Strict):
         if self.rope_scaling is not None and self.rope_theta <= 1:
             rule = "must be more than 1 with rope_scaling, which takes its logarithm"
             raise UserError("model.rope_theta", self.rope_theta, rule)
+        for key in ("full_positions", "window_rope_theta"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and (self.positions != "rope" or self.latent_rank):
+                raise UserError(f"model.{key}", value, "needs positions=rope, and no latent_rank", [default or "null"])
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])
@@ -253,10 +272,7 @@ class ModelSpec(Strict):
     def block(self, layer: int) -> BlockSpec:
         """Return the sizes and choices of a block."""
         window, mtp = self.windows[min(layer, self.layers - 1) % len(self.windows)], layer >= self.layers
-        rope, scaling = None, self.rope_scaling
-        if self.positions == "rope":
-            pairs, scaled = self.rope_pairs == "interleaved", scaling.spec if scaling else None
-            rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, pairs, scaled)
+        rope, scale = self._rope(window)
         attention = AttentionSpec(
             self.heads,
             self.kv_heads,
@@ -267,7 +283,7 @@ class ModelSpec(Strict):
             self.qk_norm,
             self.attention_bias,
             LatentSpec(self.latent_query_rank, self.latent_rank) if self.latent_rank else None,
-            scaling.scale if scaling else 1.0,
+            scale if self.attention_scale is None else scale * self.attention_scale * math.sqrt(self.head_dim),
             self.attention_sinks,
         )
         if not self.is_moe(layer):
@@ -275,6 +291,18 @@ class ModelSpec(Strict):
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
         expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
         return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp)
+
+    def _rope(self, window: str) -> tuple[RopeSpec | None, float]:
+        """Return the rotary positions of blocks with this window, and the factor on their scores."""
+        full, scaling = window == FULL.name, self.rope_scaling
+        if self.positions != "rope" or (full and self.full_positions == "none"):
+            return None, 1.0
+        dim, theta, interleaved = self.rope_dim or self.head_dim, self.rope_theta, self.rope_pairs == "interleaved"
+        if self.window_rope_theta is not None and not full:
+            return RopeSpec(dim, self.window_rope_theta, interleaved), 1.0
+        if scaling is None:
+            return RopeSpec(dim, theta, interleaved), 1.0
+        return RopeSpec(dim, theta, interleaved, scaling.spec), scaling.scale
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

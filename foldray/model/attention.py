@@ -27,7 +27,7 @@ from foldray.kernels.attention import takes_fused
 from foldray.kernels.autograd import Later, product
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
-from foldray.model.layers import HeadNorms, rms_norm
+from foldray.model.layers import HeadNorms, rms_norm, scaled
 from foldray.model.slices import KVCache, slice_attention
 
 
@@ -130,7 +130,7 @@ class Attention(nn.Module, ABC):
     ):
         super().__init__()
         self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context
-        self.later = later or Later()
+        self.later, self.out_scale = later or Later(), model.residual_scale
         self.out = nn.Parameter(torch.empty(share.outputs, model.hidden))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
         self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
@@ -189,7 +189,8 @@ class Attention(nn.Module, ABC):
     def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
         """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
         y_BsH = scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
-        return y_BsH if self.out_bias is None else y_BsH + self.out_bias
+        y_BsH = y_BsH if self.out_bias is None else y_BsH + self.out_bias
+        return scaled(y_BsH, self.out_scale)
 
     def _attend(
         self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, mask: AttentionMask, memory: KVCache | None
@@ -246,10 +247,10 @@ class HeadAttention(Attention):
         )
         if self.norm is not None:
             q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
+        q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
         if share.rope is not None:
             turn = place.rotation(share.rope, product_BSW.dtype)
             q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
-            q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
             if self.norm is None:  # as a view, the values would keep the whole product alive until backward
                 v_BSGV = v_BSGV.contiguous()
         return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)

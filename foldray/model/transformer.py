@@ -23,7 +23,7 @@ from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, HeadAttention, LatentAttention, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
-from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward
+from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward, scaled
 from foldray.model.parts import parts_below
 from foldray.model.slices import KVCache
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
@@ -55,10 +55,10 @@ class Block(nn.Module):
         self.attention = attention(share.attention, model, groups, context, later)
         self.ffn_norm = Norm(model)
         if share.dense:
-            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later)
+            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, model.residual_scale)
         if share.moe:
             inner, network = share.moe.shared, WeighedFeedForward if share.moe.shared_gate else FeedForward
-            shared = network(inner, model.hidden, groups.tensor, later) if inner else None
+            shared = network(inner, model.hidden, groups.tensor, later, model.residual_scale) if inner else None
             if ownership.fold.disjoint:
                 self.moe = TokenHalf(ownership, groups, backend.gate, shared)
             else:
@@ -206,7 +206,7 @@ class Transformer(nn.Module):
 
     def head_logits(self, x_BsH: torch.Tensor) -> torch.Tensor:
         """Return logits of this rank's vocabulary from outputs of the last block: [B, s, H] → [B, S, V]."""
-        return self._head.logits(self.final_norm(x_BsH))
+        return self._head.logits(self._to_head(x_BsH))
 
     def no_losses(self) -> Losses:
         """Return losses of zero."""
@@ -303,7 +303,7 @@ class Transformer(nn.Module):
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:
         """Return embeddings of this rank's piece of a slice: [B, s, H]."""
-        x_BsH = self.embedding.embed(batch.token_BL[:, place.position_S])
+        x_BsH = self._embedded(batch.token_BL[:, place.position_S])
         if self.spec.positions == "learned":
             s = x_BsH.shape[1]
             x_BsH = x_BsH + self.positions.weight[batch.position_BL[:, place.position_S[self.layout.tp_rank * s :][:s]]]
@@ -319,7 +319,10 @@ class Transformer(nn.Module):
             return x_BsH
         assert token_BL is not None
         position_S = (place.position_S + depth).clamp_max(token_BL.shape[1] - 1)
-        return block.mtp(self._norm(depth - 1)(x_BsH), self.embedding.embed(token_BL[:, position_S]))
+        return block.mtp(self._norm(depth - 1)(x_BsH), self._embedded(token_BL[:, position_S]))
+
+    def _embedded(self, token_BS: torch.Tensor) -> torch.Tensor:
+        return scaled(self.embedding.embed(token_BS), self.spec.embedding_scale)
 
     def depth(self, layer: int) -> int | None:
         """Return how many tokens after the next one the head behind a block predicts; None if there is no head."""
@@ -334,9 +337,13 @@ class Transformer(nn.Module):
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
         position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
         target_BS = batch.target(depth)[:, position_S]
-        language = self._head.loss(self._norm(depth)(x_BsH), target_BS)
+        language = self._head.loss(self._to_head(x_BsH, depth), target_BS)
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         return language, language.detach().double() * (self.layout.tp_rank == 0)
+
+    def _to_head(self, x_BsH: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        """Return what the head multiplies. The factor on logits is there, because they are wider."""
+        return scaled(self._norm(depth)(x_BsH), self.spec.logit_scale)
 
     def _norm(self, depth: int) -> Norm:
         return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm

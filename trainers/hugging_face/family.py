@@ -31,6 +31,7 @@ class Family(NamedTuple):
         others: further names in `config.json` for the same models.
         dense: whether its models have no experts, and their networks become experts (`dense.py`).
         ahead: how names of tensors begin that predict further tokens in a way that foldray does not have.
+        called: parts of names that the family calls otherwise, by what `names.py` calls them.
     """
 
     model_type: str
@@ -45,6 +46,7 @@ class Family(NamedTuple):
     others: tuple[str, ...] = ()
     dense: bool = False
     ahead: tuple[str, ...] = ()
+    called: Mapping[str, str] = {}
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
@@ -58,7 +60,9 @@ class Family(NamedTuple):
         equal = {theirs: value_at(model, ours) for ours, theirs in {**_KEYS, **self.keys}.items() if theirs}
         if _COEFFICIENT in equal:
             equal[_COEFFICIENT] /= _shares(model)
-        return {**equal, **_FIXED, **self.fixed, **rope_config(model), **self.config_more(model)}
+        found = {**equal, **_FIXED, **self.fixed, **rope_config(model), **self.config_more(model)}
+        by_type = "full_attention" in found["rope_parameters"]  # which versions of transformers before 5 cannot read
+        return {key: value for key, value in found.items() if not (by_type and key in ("rope_theta", "rope_scaling"))}
 
     def model(self, config: Values) -> Values:
         """Return the keys of `model` for a `config.json` with all defaults of transformers in it.
@@ -93,6 +97,13 @@ class Family(NamedTuple):
         return given * _shares(model), f"{key}={given} in config.json · {share}, as transformers sums"
 
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
+        for tensor in self._tensors(model):
+            name = tensor.name
+            for ours, theirs in self.called.items():
+                name = name.replace(ours, theirs)
+            yield tensor._replace(name=name)
+
+    def _tensors(self, model: ModelSpec) -> Iterator[Tensor]:
         yield Tensor("model.embed_tokens.weight", "embedding.weight")
         for layer in model.all_layers:
             theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
@@ -153,7 +164,9 @@ _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_nois
 _ONLY: dict[str, Sequence[Any]] = {
     "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
     "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
-    "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
+    "full_positions": ["rope"], "window_rope_theta": [None], "attention_scale": [None], "embedding_scale": [1.0],
+    "residual_scale": [1.0], "logit_scale": [1.0], "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"],
+    "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip
 
 
@@ -215,8 +228,24 @@ def rope_config(model: ModelSpec) -> Values:
     }  # fmt: skip
 
 
+def rope_by_type(model: ModelSpec) -> Values:
+    """Return the key of `config.json` for rotary positions, by the type of a block (`layer_types`)."""
+    full = rope_config(model)["rope_parameters"]
+    other = full if model.window_rope_theta is None else {"rope_type": "default", "rope_theta": model.window_rope_theta}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": other}}
+
+
 def _rope_model(config: Values) -> Values:
-    rope, width, scaling = config["rope_parameters"], config["head_dim"], None
+    if "full_attention" in (rope := config["rope_parameters"]):
+        full, sliding = rope["full_attention"], rope["sliding_attention"]
+        found = _rope_model({**config, "rope_parameters": full})
+        if sliding == full:
+            return found
+        other = _rope_model({**config, "rope_parameters": sliding})
+        if other["rope_scaling"] or other["rope_dim"] != found["rope_dim"]:
+            raise ValueError(f"says rope_parameters={rope}, and foldray reads another rope_theta of sliding blocks only")
+        return {**found, "window_rope_theta": other["rope_theta"]}
+    width, scaling = config["head_dim"], None
     if (kind := rope.get("rope_type", "default")) not in ("default", *_SCALED):
         legal = ", ".join(["default", *_SCALED])
         raise ValueError(f"says rope_parameters={rope}, and foldray reads the rope_types {legal} only")
@@ -267,6 +296,12 @@ def blocks_of_types(config: Values) -> Values:
     return dense_blocks(config, lambda layer: config["mlp_layer_types"][layer] == "sparse")
 
 
+def step_blocks(config: Values) -> Values:
+    """Return the keys of `model` that say which blocks are dense, from a step and a list of dense blocks."""
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
+    return dense_blocks(config, lambda layer: layer not in dense and (layer + 1) % step == 0)
+
+
 def windows_of(model: ModelSpec) -> list[str]:
     """Return the window of every block."""
     return [model.block(layer).attention.window for layer in range(model.layers)]
@@ -288,6 +323,11 @@ def one_sliding_width(model: ModelSpec) -> Need:
     sliding = {window for window in model.windows if window != "full"}
     holds = len(sliding) <= 1 and all(window.startswith("sliding:") for window in sliding)
     return "windows", holds, ["full", "sliding:TOKENS of one width"]
+
+
+def full_without_positions(model: ModelSpec) -> Need:
+    """Return the need of families whose blocks without a window know no positions."""
+    return "full_positions", model.full_positions == "none" or "full" not in model.windows, ["none"]
 
 
 def layer_types(model: ModelSpec) -> Values:
@@ -347,6 +387,8 @@ def computed(model: ModelSpec) -> Values:
     return model.model_dump(exclude=unused) | {
         "router.score": model.router.score, "router.scale": model.router.scale, "router.groups": model.router.groups,
         "router.topk_groups": model.router.topk_groups,
+        "full_positions": model.full_positions if "full" in windows_of(model) else "rope",
+        "attention_scale": model.attention_scale or model.head_dim**-0.5,
         "latent_norm_eps": model.latent_norm_eps or model.norm_eps, "value_dim": model.value_dim or model.head_dim,
         "rope_dim": model.rope_dim or model.head_dim,
         "windows": windows_of(model), "dense_first": dense_layers(model), "router.normalize": weighs_to_one(model),

@@ -143,6 +143,35 @@ def sparse_moe(bias: Tensor | None = None) -> Block:
     return mlp(bias=bias, part="block_sparse_moe", matrices=("w1", "w3", "w2"))
 
 
+def merged(shared: str | None = None, inwards: str = "input_linear", out: str = "output_linear", router: str = "router") -> Block:
+    """Return the tensors of a block as Granite has them: those of all experts are one, with the rows of gate before those of up.
+
+    Args:
+        shared: name of the shared expert.
+        inwards, out: names of an expert's products.
+        router: name of the router.
+    """
+
+    def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
+        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}.moe"
+        sparse, count, hidden, inner = f"{theirs}.block_sparse_moe", model.experts, model.hidden, model.expert_hidden
+        yield Tensor(f"{sparse}.{router}.weight", f"{ours}.router.weight", True)
+        for expert in range(count):
+            name = f"{ours}.experts.{expert}"
+            for part, rows in (("gate", slice(0, inner)), ("up", slice(inner, None))):
+                yield Tensor(
+                    f"{sparse}.{inwards}", f"{name}.{part}", True, place=(expert, rows), shape=(count, 2 * inner, hidden)
+                )
+            yield Tensor(f"{sparse}.{out}", f"{name}.down", True, place=(expert,), shape=(count, hidden, inner))
+        if (width := model.shared_hidden) and shared:
+            both = f"{theirs}.{shared}.input_linear.weight"
+            for part, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
+                yield Tensor(both, f"{ours}.shared.{part}", True, place=(rows,), shape=(2 * width, hidden))
+            yield Tensor(f"{theirs}.{shared}.output_linear.weight", f"{ours}.shared.down", True)
+
+    return tensors
+
+
 def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:
     """Yield the tensors of a block as GPT-OSS has them: those of all experts are one, with columns of gate and up in turns."""
     theirs, ours, count = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe", model.experts

@@ -15,7 +15,9 @@ from trainers.hugging_face.family import (
     Need,
     Values,
     blocks_of_types,
+    dense_layers,
     expert_groups,
+    full_without_positions,
     layer_types,
     layer_windows,
     mlp_types,
@@ -24,6 +26,7 @@ from trainers.hugging_face.family import (
     sees_everything,
     shared_experts,
     shares_experts,
+    step_blocks,
     turns_whole_heads,
 )
 from trainers.hugging_face.names import SCORE_BIAS, Tensor, mlp, sparse_moe
@@ -140,6 +143,52 @@ def _solar_model(config: Values) -> Values:
     }  # fmt: skip
 
 
+# EXAONE-MoE: windows with rotary positions, between blocks that see everything and know no positions.
+
+
+def _exaone_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+    yield shares_experts(model)
+    yield full_without_positions(model)
+
+
+def _exaone_config(model: ModelSpec) -> Values:
+    shared = {"num_shared_experts": model.shared_hidden // model.expert_hidden}
+    return shared | layer_types(model) | expert_groups(model) | mlp_types(model)
+
+
+def _exaone_model(config: Values) -> Values:
+    return {
+        **shared_experts(config, "num_shared_experts"), **blocks_of_types(config), **layer_windows(config),
+        "full_positions": "none", "router.score": "sigmoid", "router.groups": config["n_group"],
+        "router.topk_groups": config["topk_group"], "qk_norm": "head",
+    }  # fmt: skip
+
+
+# Flint: the same positions, scores that take a share of every softmax, and no selection bias.
+
+
+def _flint_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+    yield "shared_hidden", model.shared_hidden > 0, ["at least 1"]
+    yield full_without_positions(model)
+    yield "router.bias_rate", model.router.bias_rate == 0, [0]
+
+
+def _flint_config(model: ModelSpec) -> Values:
+    dense = {"decoder_sparse_step": 1, "mlp_only_layers": dense_layers(model)}
+    return {"attention_bias": model.attention_bias == "all", **dense, **layer_types(model)}
+
+
+def _flint_model(config: Values) -> Values:
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head", "attention_sinks": True,
+        "full_positions": "none", "router.score": "sigmoid", **layer_windows(config), **step_blocks(config),
+    }  # fmt: skip
+
+
 _ROUTED = {
     "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
     "router.normalize": "norm_topk_prob", "router.scale": "routed_scaling_factor",
@@ -175,5 +224,19 @@ WITH_SIGMOID = (
         "solar_open", "SolarOpenForCausalLM", _ROUTED, {},
         BY_SCORES | NO_DENSE | {"attention_bias": ["none", "inputs"], "router.groups": None},
         mlp("shared_experts", SCORE_BIAS), _solar_needs, _solar_config, _solar_model,
+    ),
+    Family(
+        "exaone_moe", "ExaoneMoeForCausalLM",
+        _ROUTED | TOPK | {"ffn_hidden": "intermediate_size"}, {},
+        BY_SCORES | {"qk_norm": ["head"], "router.groups": None, "full_positions": None},
+        mlp("shared_experts", Tensor("e_score_correction_bias", "")), _exaone_needs, _exaone_config, _exaone_model,
+        ahead=("mtp.",),
+    ),
+    Family(
+        "flint", "FlintForCausalLM",
+        BALANCED | TOPK | {"ffn_hidden": "intermediate_size", "shared_hidden": "shared_expert_intermediate_size",
+                           "router.normalize": "norm_topk_prob"}, {},
+        SIGMOID | {"qk_norm": ["head"], "attention_bias": ["none", "all"], "attention_sinks": [True], "full_positions": None},
+        mlp("shared_expert"), _flint_needs, _flint_config, _flint_model, called={"self_attn.sinks": "self_attn.softmax_offset"},
     ),
 )  # fmt: skip

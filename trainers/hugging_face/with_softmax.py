@@ -14,19 +14,23 @@ from trainers.hugging_face.family import (
     Need,
     Values,
     before_topk,
+    blocks_of_types,
     dense_blocks,
     dense_layers,
     layer_types,
     layer_windows,
+    mlp_types,
     model_window,
     normalized,
     one_sliding_width,
     one_window,
+    rope_by_type,
     sees_everything,
+    step_blocks,
     turns_whole_heads,
     weighs_to_one,
 )
-from trainers.hugging_face.names import SCORE_BIAS, mlp, sparse_moe, stacked
+from trainers.hugging_face.names import SCORE_BIAS, merged, mlp, sparse_moe, stacked
 
 # Mixtral: every block has experts, and the weights of a token's experts are the softmax of their logits.
 
@@ -65,13 +69,8 @@ def _qwen2_config(model: ModelSpec) -> Values:
 def _qwen2_model(config: Values) -> Values:
     return {
         "attention_bias": "inputs" if config["qkv_bias"] else "none", "shared_gate": True,
-        **layer_windows(config), **_qwen_blocks(config), **before_topk(config),
+        **layer_windows(config), **step_blocks(config), **before_topk(config),
     }  # fmt: skip
-
-
-def _qwen_blocks(config: Values) -> Values:
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
-    return dense_blocks(config, lambda layer: layer not in dense and (layer + 1) % step == 0)
 
 
 # Qwen3-MoE: a norm of each head's queries and keys.
@@ -93,7 +92,7 @@ def _qwen3_config(model: ModelSpec) -> Values:
 def _qwen3_model(config: Values) -> Values:
     return {
         "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head",
-        **model_window(config), **_qwen_blocks(config), **before_topk(config),
+        **model_window(config), **step_blocks(config), **before_topk(config),
     }  # fmt: skip
 
 
@@ -161,6 +160,86 @@ def _gpt_oss_model(config: Values) -> Values:
     }  # fmt: skip
 
 
+# Mellum: windows whose rotary positions have a base of their own.
+
+
+def _mellum_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+
+
+def _mellum_config(model: ModelSpec) -> Values:
+    bias = {"attention_bias": model.attention_bias == "all"}
+    return bias | layer_types(model) | mlp_types(model) | rope_by_type(model) | normalized(model)
+
+
+def _mellum_model(config: Values) -> Values:
+    bias = {"attention_bias": "all" if config["attention_bias"] else "none"}
+    return bias | {"qk_norm": "head"} | layer_windows(config) | blocks_of_types(config) | before_topk(config)
+
+
+# Granite: Mixtral with factors on embeddings, scores, the residual stream's parts and logits. Later models have windows, scores
+# that take a share of every softmax, and bases of rotary positions by block.
+
+
+def _granite_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+    yield "head_dim", model.head_dim * model.heads == model.hidden, [f"hidden / heads = {model.hidden / model.heads:g}"]
+
+
+def _granite_full_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _granite_needs(model)
+    yield sees_everything(model)
+
+
+def _granite_config(model: ModelSpec) -> Values:
+    scale = model.attention_scale or model.head_dim**-0.5
+    return {
+        "attention_bias": model.attention_bias == "all", "attention_multiplier": scale, "logits_scaling": 1 / model.logit_scale,
+    }  # fmt: skip
+
+
+def _granite_model(config: Values) -> Values:
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "ffn_hidden": config["intermediate_size"],
+        "attention_scale": config["attention_multiplier"], "logit_scale": 1 / config["logits_scaling"],
+    }  # fmt: skip
+
+
+def _granite_swa_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _granite_needs(model)
+    yield one_sliding_width(model)
+
+
+def _granite_swa_config(model: ModelSpec) -> Values:
+    ropes = [model.block(layer).attention.rope for layer in range(model.layers)]
+    return _granite_config(model) | layer_types(model) | {"layer_rope_theta": [rope.theta if rope else 0 for rope in ropes]}
+
+
+def _granite_swa_model(config: Values) -> Values:
+    thetas: dict[str, set[float]] = {"full_attention": set(), "sliding_attention": set()}
+    for kind, theta in zip(config["layer_types"], config["layer_rope_theta"], strict=True):
+        thetas[kind].add(theta)
+    full, sliding = ([*thetas[kind]] or [config["rope_parameters"]["rope_theta"]] for kind in thetas)
+    if len(full) > 1 or len(sliding) > 1 or sliding == [0]:
+        rule = "foldray reads one number for each of layer_types, and 0 for full_attention only"
+        raise ValueError(f"says layer_rope_theta={config['layer_rope_theta']}, and {rule}")
+    found = {**_granite_model(config), **layer_windows(config), "attention_sinks": True, "rope_theta": full[0] or sliding[0]}
+    if not full[0]:
+        return found | {"full_positions": "none"}
+    return found | ({"window_rope_theta": sliding[0]} if thetas["sliding_attention"] and sliding != full else {})
+
+
+_GRANITE = BALANCED | {
+    "topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size", "head_dim": None,
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+}  # fmt: skip
+_FACTORS: Values = SOFTMAX | NO_DENSE | {
+    "attention_bias": ["none", "all"], "attention_scale": None, "embedding_scale": None, "residual_scale": None,
+    "logit_scale": None,
+}  # fmt: skip
+
 WITH_SOFTMAX = (
     Family(
         "mixtral", "MixtralForCausalLM",
@@ -200,5 +279,26 @@ WITH_SOFTMAX = (
         SOFTMAX | NO_DENSE | {"shared_hidden": [0], "attention_bias": ["none", "all"], "attention_sinks": [True],
                                 "expert_bias": [True], "ffn": ["gated_clamped"], "router.logit_bias": [True]},
         stacked, _gpt_oss_needs, _gpt_oss_config, _gpt_oss_model,
+    ),
+    Family(
+        "mellum", "MellumForCausalLM", BALANCED | TOPK | {"ffn_hidden": "intermediate_size"}, {},
+        SOFTMAX | {"shared_hidden": [0], "qk_norm": ["head"], "attention_bias": ["none", "all"], "window_rope_theta": None},
+        mlp(), _mellum_needs, _mellum_config, _mellum_model, ahead=("mtp.",),
+    ),
+    Family(
+        "granitemoe", "GraniteMoeForCausalLM", _GRANITE, {}, _FACTORS | {"shared_hidden": [0]},
+        merged(inwards="input_linear.weight", out="output_linear.weight", router="router.layer"),
+        _granite_full_needs, _granite_config, _granite_model,
+    ),
+    Family(
+        "granitemoeshared", "GraniteMoeSharedForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {}, _FACTORS,
+        merged("shared_mlp", inwards="input_linear.weight", out="output_linear.weight", router="router.layer"),
+        _granite_full_needs, _granite_config, _granite_model,
+    ),
+    Family(
+        "granitemoe_swa", "GraniteMoeSWAForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {},
+        _FACTORS | {"attention_sinks": [True], "full_positions": None, "window_rope_theta": None},
+        merged("shared_mlp", inwards="experts.gate_up_proj", out="experts.down_proj"),
+        _granite_swa_needs, _granite_swa_config, _granite_swa_model,
     ),
 )  # fmt: skip

@@ -55,23 +55,42 @@ DEEPSEEK2 = DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters"
 DEEPSEEK3 = DEEPSEEK | {"num_mtp_layers": 0, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}
 GPT_OSS = MIXTRAL | {"head_dim": 12, "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}}
 DOTS = GLM | {
-    "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
-HY = {key: value for key, value in GLM.items() if key not in ("n_routed_experts", "n_shared_experts", "routed_scaling_factor")} | {
-    "num_experts": 4, "num_shared_experts": 2, "router_scaling_factor": 2.5,
-}  # fmt: skip
+HY = {
+    key: value for key, value in GLM.items() if key not in ("n_routed_experts", "n_shared_experts", "routed_scaling_factor")
+} | {"num_experts": 4, "num_shared_experts": 2, "router_scaling_factor": 2.5}  # fmt: skip
 SOLAR = {key: value for key, value in GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")} | {
     "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 GLM_LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXAONE = {key: value for key, value in HY.items() if key != "router_scaling_factor"} | SLIDING | {
+    "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "n_group": 2, "topk_group": 1, "mlp_layer_types": None,
+}  # fmt: skip
+FLINT = QWEN | SLIDING | {"shared_expert_intermediate_size": 24, "head_dim": 12}
+MELLUM = {key: value for key, value in QWEN.items() if key != "mlp_only_layers"} | SLIDING | {
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "head_dim": 12,
+    "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    },
+}  # fmt: skip
+GRANITE = MIXTRAL | {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 2.5,
+}  # fmt: skip
+GRANITE_SWA = GRANITE | SLIDING | {
+    "shared_intermediate_size": 24, "num_hidden_layers": 3, "layer_rope_theta": [90.0, 0, 90.0],
+}  # fmt: skip
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
     ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
     ("Ernie4_5_Moe", ERNIE), ("DeepseekV2", DEEPSEEK2), ("DeepseekV3", DEEPSEEK3),
     ("GptOss", GPT_OSS), ("Dots1", DOTS), ("HYV3", HY), ("SolarOpen", SOLAR), ("Glm4MoeLite", GLM_LITE),
+    ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
+    ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -98,6 +117,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "rms_norm_eps": 1e-6, "q_lora_rank": None, "rope_interleave": False, "mlp_layer_types": ["sparse"] * 3,
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
     }),
+    ("ExaoneMoe", EXAONE | {"layer_types": ["full_attention"] * 3, "n_group": 1, "norm_topk_prob": False}),
+    ("Flint", FLINT | {"mlp_only_layers": [], "norm_topk_prob": False, "attention_bias": True}),
+    ("Mellum", MELLUM | {"rope_parameters": None, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3}),
+    ("GraniteMoe", GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("GraniteMoeSWA", GRANITE_SWA | {"shared_intermediate_size": 0, "layer_rope_theta": [90.0, 500.0, 90.0]}),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
@@ -127,11 +151,15 @@ def loaded(folder: Path) -> Any:
     for tensor in made.state_dict(keep_vars=True).values():
         tensor.data = tensor.data.clone()  # weights lie in the file at any place, and some processors' last bits depend on it
     for module in made.modules():
+        own = {"default": getattr(module, "compute_default_rope_parameters", None), **ROPE_INIT_FUNCTIONS}
         if hasattr(module, "inv_freq"):
             with widened():
-                kind = made.config.rope_parameters["rope_type"]
-                own = {"default": getattr(module, "compute_default_rope_parameters", None), **ROPE_INIT_FUNCTIONS}
-                module.inv_freq = own[kind](made.config)[0]
+                config = getattr(module, "config", made.config)
+                module.inv_freq = own[config.rope_parameters["rope_type"]](config)[0]
+        for kind in getattr(module, "layer_types", []) if own["default"] else []:
+            with widened():
+                rates = own[made.config.rope_parameters[kind]["rope_type"]](made.config, layer_type=kind)[0]
+            setattr(module, f"{kind}_inv_freq", rates)
     return made
 
 

@@ -204,7 +204,8 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
     theirs = saved(tmp_path / "hub", family, sizes)
     recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml")
     engine, layer = filled(recipe, groups := Groups.create(recipe.placed_fold)), recipe.model.layers - 1
-    network, router = theirs.model.layers[layer].mlp, engine.model.block(layer).moe.router
+    block, router = theirs.model.layers[layer], engine.model.block(layer).moe.router
+    network = getattr(block, "mlp", None) or block.block_sparse_moe
     gate = getattr(network, "gate", None) or network.router
     with torch.no_grad():
         gate.weight[-1] = gate.weight[-2]
@@ -219,9 +220,10 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
     with widened(), torch.no_grad():
         _, weight_TK, expert_TK = gate(x_TH, bias) if family in ("MiniMaxM2", "HYV3") else gate(x_TH)
     ours = router(x_TH, TokenPiece(1))
+    expected_TK = weight_TK * recipe.model.residual_scale  # which transformers multiplies later
     order, own = expert_TK.argsort(-1), ours.expert_TK.argsort(-1)
     assert torch.equal(ours.expert_TK.gather(-1, own), expert_TK.gather(-1, order))
-    torch.testing.assert_close(ours.weight_TK.gather(-1, own), weight_TK.gather(-1, order), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(ours.weight_TK.gather(-1, own), expected_TK.gather(-1, order), atol=1e-12, rtol=1e-12)
     assert (ours.expert_TK >= recipe.model.experts - 2).any()
     groups.close()
 
