@@ -54,6 +54,13 @@ class RopeSpec(NamedTuple):
     scaling: ScalingSpec | None = None
 
 
+class GrowthSpec(NamedTuple):
+    """Queries that grow with their position p, by the factor 1 + rate · ln(1 + ⌊p / every⌋) (Llama 4's code)."""
+
+    rate: float
+    every: int
+
+
 class LatentSpec(NamedTuple):
     """Multi-head latent attention (DeepSeek-V2, section 2.1): narrow vectors from which all heads make keys and values.
 
@@ -77,6 +84,7 @@ class AttentionSpec(NamedTuple):
         latent: latent attention; None without it. Then heads have keys of their own, but share the columns that turn.
         scale: factor on scores, beside one over the root of `key_dim`.
         sinks: whether every head has a score that takes a share of the softmax and adds nothing.
+        growth: how queries grow with their position; None without it.
     """
 
     heads: int
@@ -90,6 +98,7 @@ class AttentionSpec(NamedTuple):
     latent: LatentSpec | None = None
     scale: float = 1.0
     sinks: bool = False
+    growth: GrowthSpec | None = None
 
     @property
     def queries(self) -> int:

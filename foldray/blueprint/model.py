@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from foldray.activations import ACTIVATIONS, Activation, find_activation
 from foldray.blueprint.block import (
@@ -13,6 +13,7 @@ from foldray.blueprint.block import (
     AttentionSpec,
     BlockSpec,
     FeedForwardSpec,
+    GrowthSpec,
     LatentSpec,
     MixtureSpec,
     QkNorm,
@@ -139,6 +140,11 @@ class ModelSpec(Strict):
     window_rope_theta: PositiveFloat | None = None
     """Base of the rotation angles in blocks with another window than `full`, without
     `rope_scaling`. Null is that of all blocks."""
+    query_growth: NonNegativeFloat = 0.0
+    """Growth of queries with their position p in a document, by the factor 1 + query_growth ·
+    ln(1 + ⌊p / query_growth_positions⌋), as in Mistral-Small-4. 0 leaves it out."""
+    query_growth_positions: Positions = 8192
+    """Positions after which queries begin to grow, and between two of their sizes."""
     rope_pairs: Literal["halves", "interleaved"] = "halves"
     """Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and
     Llama in transformers), or 2i and 2i + 1 (`interleaved`, as GPT-J and ERNIE)."""
@@ -285,6 +291,7 @@ class ModelSpec(Strict):
             LatentSpec(self.latent_query_rank, self.latent_rank) if self.latent_rank else None,
             scale if self.attention_scale is None else scale * self.attention_scale * math.sqrt(self.head_dim),
             self.attention_sinks,
+            GrowthSpec(self.query_growth, self.query_growth_positions) if self.query_growth else None,
         )
         if not self.is_moe(layer):
             return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec, ScalingSpec
+from foldray.blueprint import AttentionSpec, GrowthSpec, ModelSpec, RopeSpec, ScalingSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
 from foldray.kernels import fused
@@ -96,11 +96,12 @@ def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:
 class Place:
     """The positions of a slice that this rank holds (its shard), and the keys that queries see, by the name of the window.
 
-    Slices with the same positions may share their rotations.
+    Slices with the same positions may share their rotations. `within_BS` has the positions in documents, if there are any.
     """
 
     position_S: torch.Tensor
     masks: Mapping[str, AttentionMask]
+    within_BS: torch.Tensor | None = None
     rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
 
     def rotation(self, rope: RopeSpec, dtype: torch.dtype) -> Rotation:
@@ -108,6 +109,14 @@ class Place:
         if (rope, dtype) not in self.rotations:
             self.rotations[rope, dtype] = rotation(self.position_S, rope, dtype)
         return self.rotations[rope, dtype]
+
+    def grown(self, q_BSND: torch.Tensor, growth: GrowthSpec | None) -> torch.Tensor:
+        """Return queries that have grown with their positions."""
+        if growth is None:
+            return q_BSND
+        position_BS = self.position_S[None] if self.within_BS is None else self.within_BS
+        factor_BS = 1 + growth.rate * (position_BS // growth.every).to(torch.float64).log1p()
+        return q_BSND * factor_BS.to(q_BSND.dtype)[..., None, None]
 
 
 class Attention(nn.Module, ABC):
@@ -247,7 +256,7 @@ class HeadAttention(Attention):
         )
         if self.norm is not None:
             q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
-        q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
+        q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
         if share.rope is not None:
             turn = place.rotation(share.rope, product_BSW.dtype)
             q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
@@ -260,7 +269,7 @@ class HeadAttention(Attention):
         share = self.share
         if share.rope is None or share.rope.interleaved or self.norm is not None or share.key_dim != share.value_dim:
             return None
-        if not fused.fits(product_BSW):
+        if share.growth is not None or not fused.fits(product_BSW):
             return None
         heads, turn = fused.Heads(share.heads, share.kv_heads, share.key_dim), place.rotation(share.rope, product_BSW.dtype)
         found = fused.split_rotate(product_BSW, self.qkv_bias, turn.cos_SR, turn.sin_SR, heads, share.scale)
@@ -304,7 +313,7 @@ class LatentAttention(Attention):
         k_BSND, v_BSNV = made_BSNW.split((share.still, share.value_dim), dim=-1)
         turned_BSNR = rotate(turning_BSR.unsqueeze(2), turn).expand(-1, -1, share.heads, -1)
         k_BSND = torch.cat((k_BSND, turned_BSNR), dim=-1)
-        q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
+        q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
         # As a view, the values would keep the whole product alive until backward.
         return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2)
 

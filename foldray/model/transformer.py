@@ -283,7 +283,11 @@ class Transformer(nn.Module):
             return places
         segment_BL = batch.segment_BL.cpu()  # the host waits for the device, once
         masks = (self._masks(length, part, device, segment_BL) for part in slices)
-        return [replace(place, masks=of_documents) for place, of_documents in zip(places, masks, strict=True)]
+        position_BL = batch.position_BL
+        return [
+            replace(place, masks=of_documents, within_BS=position_BL[:, place.position_S])
+            for place, of_documents in zip(places, masks, strict=True)
+        ]
 
     def place(self, length: int, part: range, device: torch.device) -> Place:
         """Return this rank's positions of one slice of sequences of a length, and the keys that they see."""

@@ -164,9 +164,9 @@ _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_nois
 _ONLY: dict[str, Sequence[Any]] = {
     "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
     "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
-    "full_positions": ["rope"], "window_rope_theta": [None], "attention_scale": [None], "embedding_scale": [1.0],
-    "residual_scale": [1.0], "logit_scale": [1.0], "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"],
-    "attention_bias": ["none"], "rope_pairs": ["halves"],
+    "query_growth": [0.0], "full_positions": ["rope"], "window_rope_theta": [None], "attention_scale": [None],
+    "embedding_scale": [1.0], "residual_scale": [1.0], "logit_scale": [1.0], "shared_gate": [False], "mtp_depth": [0],
+    "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip
 
 

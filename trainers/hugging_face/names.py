@@ -109,6 +109,7 @@ def mlp(
     part: str = "mlp",
     matrices: Sequence[str] = _MATRICES,
     router: str = "gate",
+    stack: bool = False,
 ) -> Block:
     """Return the tensors of a block as most families have them.
 
@@ -118,6 +119,7 @@ def mlp(
         part: name of the block's network.
         matrices: names of an expert's matrices.
         router: name of the router in the block's network.
+        stack: whether tensors have all experts (`together`).
     """
 
     def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
@@ -132,7 +134,9 @@ def mlp(
             yield from network(f"{theirs}.{shared}", f"{ours}.moe.shared")
         if model.shared_gate:
             yield Tensor(f"{theirs}.{shared}_gate.weight", f"{ours}.moe.shared.output_gate", True)
-        for expert in range(model.experts):
+        if stack:
+            yield from together(model, f"{theirs}.experts", f"{ours}.moe.experts", "gate_up_proj", "down_proj")
+        for expert in range(0 if stack else model.experts):
             yield from network(f"{theirs}.experts.{expert}", f"{ours}.moe.experts.{expert}", matrices)
 
     return tensors
@@ -143,31 +147,32 @@ def sparse_moe(bias: Tensor | None = None) -> Block:
     return mlp(bias=bias, part="block_sparse_moe", matrices=("w1", "w3", "w2"))
 
 
-def merged(shared: str | None = None, inwards: str = "input_linear", out: str = "output_linear", router: str = "router") -> Block:
-    """Return the tensors of a block as Granite has them: those of all experts are one, with the rows of gate before those of up.
+def together(model: ModelSpec, theirs: str, ours: str, inwards: str, out: str) -> Iterator[Tensor]:
+    """Yield the tensors of a block's experts where those of all experts are one, with the rows of gate before those of up.
 
     Args:
-        shared: name of the shared expert.
-        inwards, out: names of an expert's products.
-        router: name of the router.
+        inwards, out: names of the products.
     """
+    count, hidden, inner = model.experts, model.hidden, model.expert_hidden
+    for expert in range(count):
+        for part, rows in (("gate", slice(0, inner)), ("up", slice(inner, None))):
+            shape = (count, 2 * inner, hidden)
+            yield Tensor(f"{theirs}.{inwards}", f"{ours}.{expert}.{part}", True, place=(expert, rows), shape=shape)
+        yield Tensor(f"{theirs}.{out}", f"{ours}.{expert}.down", True, place=(expert,), shape=(count, hidden, inner))
+
+
+def granite(inwards: str, out: str, router: str) -> Block:
+    """Return the tensors of a block as Granite has them. The shared expert's gate and up are one, too."""
 
     def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
         theirs, ours = f"model.layers.{layer}", f"blocks.{layer}.moe"
-        sparse, count, hidden, inner = f"{theirs}.block_sparse_moe", model.experts, model.hidden, model.expert_hidden
-        yield Tensor(f"{sparse}.{router}.weight", f"{ours}.router.weight", True)
-        for expert in range(count):
-            name = f"{ours}.experts.{expert}"
-            for part, rows in (("gate", slice(0, inner)), ("up", slice(inner, None))):
-                yield Tensor(
-                    f"{sparse}.{inwards}", f"{name}.{part}", True, place=(expert, rows), shape=(count, 2 * inner, hidden)
-                )
-            yield Tensor(f"{sparse}.{out}", f"{name}.down", True, place=(expert,), shape=(count, hidden, inner))
-        if (width := model.shared_hidden) and shared:
-            both = f"{theirs}.{shared}.input_linear.weight"
+        yield Tensor(f"{theirs}.block_sparse_moe.{router}.weight", f"{ours}.router.weight", True)
+        yield from together(model, f"{theirs}.block_sparse_moe", f"{ours}.experts", inwards, out)
+        if width := model.shared_hidden:
+            shared, shape = f"{theirs}.shared_mlp", (2 * width, model.hidden)
             for part, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
-                yield Tensor(both, f"{ours}.shared.{part}", True, place=(rows,), shape=(2 * width, hidden))
-            yield Tensor(f"{theirs}.{shared}.output_linear.weight", f"{ours}.shared.down", True)
+                yield Tensor(f"{shared}.input_linear.weight", f"{ours}.shared.{part}", True, place=(rows,), shape=shape)
+            yield Tensor(f"{shared}.output_linear.weight", f"{ours}.shared.down", True)
 
     return tensors
 

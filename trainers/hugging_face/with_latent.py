@@ -11,9 +11,12 @@ from trainers.hugging_face.family import (
     Family,
     Need,
     Values,
+    before_topk,
     blocks_of_types,
     expert_groups,
     mlp_types,
+    normalized,
+    rope_config,
     sees_everything,
     shared_experts,
     shares_experts,
@@ -92,6 +95,40 @@ def _glm_lite_model(config: Values) -> Values:
     return _deepseek3_model(config) | blocks_of_types(config)
 
 
+# Mistral-Small-4: a softmax, and queries that grow with their position.
+
+
+def _mistral_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _deepseek_needs(model)
+    yield "query_growth", model.query_growth > 0, ["more than 0"]
+    yield "router.softmax", model.router.softmax == "before_topk", ["before_topk"]
+    scaling = model.rope_scaling  # whose code takes the width of all of a head for other kinds
+    yield "rope_scaling", scaling is not None and scaling.kind == "yarn", ["one with kind=yarn"]
+    legal = [scaling.original_positions if scaling else None]
+    yield "query_growth_positions", model.query_growth_positions in legal, legal
+
+
+def _mistral_config(model: ModelSpec) -> Values:
+    growth = {"llama_4_scaling_beta": model.query_growth, "original_max_position_embeddings": model.query_growth_positions}
+    rope = {**rope_config(model)["rope_parameters"], **growth, "partial_rotary_factor": (model.rope_dim or 0) / model.head_dim}
+    return {
+        **_deepseek_config(model),
+        "n_group": 1,
+        "topk_group": 1,
+        **normalized(model),
+        "rope_parameters": rope,
+        "rope_scaling": rope,
+    }
+
+
+def _mistral_model(config: Values) -> Values:
+    rope = config["rope_parameters"]
+    return {
+        **_deepseek_model(config), **before_topk(config), "rope_pairs": "interleaved" if config["rope_interleave"] else "halves",
+        "query_growth": rope["llama_4_scaling_beta"], "query_growth_positions": rope["original_max_position_embeddings"],
+    }  # fmt: skip
+
+
 _DEEPSEEK: dict[str, str | None] = {
     "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
     "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.scale": "routed_scaling_factor",
@@ -116,5 +153,10 @@ WITH_LATENT = (
         "glm4_moe_lite", "Glm4MoeLiteForCausalLM", _DEEPSEEK | {"dense_first": None}, {"attention_bias": False},
         BY_SCORES | _ANY | {"moe_every": None, "rope_pairs": ["halves", "interleaved"], "mtp_depth": None},
         mlp("shared_experts", SCORE_BIAS), _deepseek_needs, _glm_lite_config, _glm_lite_model,
+    ),
+    Family(
+        "mistral4", "Mistral4ForCausalLM", _DEEPSEEK, {"attention_bias": False, "n_group": 1},
+        SOFTMAX | {"router.scale": None, "moe_every": [1], "rope_pairs": ["halves", "interleaved"], "query_growth": None},
+        mlp("shared_experts", stack=True), _mistral_needs, _mistral_config, _mistral_model,
     ),
 )  # fmt: skip

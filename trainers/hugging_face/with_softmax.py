@@ -30,7 +30,7 @@ from trainers.hugging_face.family import (
     turns_whole_heads,
     weighs_to_one,
 )
-from trainers.hugging_face.names import SCORE_BIAS, merged, mlp, sparse_moe, stacked
+from trainers.hugging_face.names import SCORE_BIAS, granite, mlp, sparse_moe, stacked
 
 # Mixtral: every block has experts, and the weights of a token's experts are the softmax of their logits.
 
@@ -235,6 +235,7 @@ _GRANITE = BALANCED | {
     "topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size", "head_dim": None,
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
 }  # fmt: skip
+_LINEAR = granite("input_linear.weight", "output_linear.weight", "router.layer")
 _FACTORS: Values = SOFTMAX | NO_DENSE | {
     "attention_bias": ["none", "all"], "attention_scale": None, "embedding_scale": None, "residual_scale": None,
     "logit_scale": None,
@@ -287,18 +288,18 @@ WITH_SOFTMAX = (
     ),
     Family(
         "granitemoe", "GraniteMoeForCausalLM", _GRANITE, {}, _FACTORS | {"shared_hidden": [0]},
-        merged(inwards="input_linear.weight", out="output_linear.weight", router="router.layer"),
+        _LINEAR,
         _granite_full_needs, _granite_config, _granite_model,
     ),
     Family(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {}, _FACTORS,
-        merged("shared_mlp", inwards="input_linear.weight", out="output_linear.weight", router="router.layer"),
+        _LINEAR,
         _granite_full_needs, _granite_config, _granite_model,
     ),
     Family(
         "granitemoe_swa", "GraniteMoeSWAForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {},
         _FACTORS | {"attention_sinks": [True], "full_positions": None, "window_rope_theta": None},
-        merged("shared_mlp", inwards="experts.gate_up_proj", out="experts.down_proj"),
+        granite("experts.gate_up_proj", "experts.down_proj", "router"),
         _granite_swa_needs, _granite_swa_config, _granite_swa_model,
     ),
 )  # fmt: skip

@@ -75,7 +75,7 @@ def _told(exported: Exported, run: str) -> str:
         "",
         f"  class       {exported.architecture}",
         f"  parameters  {exported.parameters:,} in {exported.dtype}, {exported.bytes / 2**20:,.1f} MiB in {files}",
-        f'  load it     transformers.AutoModelForCausalLM.from_pretrained("{exported.folder}")',
+        f'  load it     transformers.{exported.architecture}.from_pretrained("{exported.folder}")',
     ])  # fmt: skip
 
 

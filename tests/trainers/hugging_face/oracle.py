@@ -6,6 +6,7 @@ there, so that results can be compared to the last digits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,10 @@ GRANITE = MIXTRAL | {
 GRANITE_SWA = GRANITE | SLIDING | {
     "shared_intermediate_size": 24, "num_hidden_layers": 3, "layer_rope_theta": [90.0, 0, 90.0],
 }  # fmt: skip
+MISTRAL = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group")} | {
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.3,
+                               "original_max_position_embeddings": 4},
+}  # fmt: skip
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
     ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
@@ -91,6 +96,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("GptOss", GPT_OSS), ("Dots1", DOTS), ("HYV3", HY), ("SolarOpen", SOLAR), ("Glm4MoeLite", GLM_LITE),
     ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
     ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
+    ("Mistral4", MISTRAL),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -118,6 +124,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
     }),
     ("ExaoneMoe", EXAONE | {"layer_types": ["full_attention"] * 3, "n_group": 1, "norm_topk_prob": False}),
+    ("Mistral4", MISTRAL | {
+        "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "first_k_dense_replace": 0,
+        "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 3},
+    }),
     ("Flint", FLINT | {"mlp_only_layers": [], "norm_topk_prob": False, "attention_bias": True}),
     ("Mellum", MELLUM | {"rope_parameters": None, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3}),
     ("GraniteMoe", GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -146,7 +156,8 @@ def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> A
 def loaded(folder: Path) -> Any:
     """Load a model of transformers, with plain attention, experts one by one, and rotary tables that `widened` takes."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    made = getattr(transformers, name).from_pretrained(folder, **plain).eval()
     made.double()  # ERNIE keeps its routers in float32
     for tensor in made.state_dict(keep_vars=True).values():
         tensor.data = tensor.data.clone()  # weights lie in the file at any place, and some processors' last bits depend on it
@@ -170,7 +181,12 @@ def widened() -> Iterator[None]:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(Tensor, "float", Tensor.double)
-        yield
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def mean_loss(made: Any, text_BL: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def test_logits_in_single_precision(tmp_path: Path, family: str, sizes: dict[str
     saved(tmp_path / "hub", family, sizes).float().save_pretrained(tmp_path / "hub32")
     recipe = imported(tmp_path / "hub32", tmp_path / "recipe.yaml", precision="float32")
     engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
-    theirs = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub32", dtype=torch.float32).eval()
+    theirs = getattr(oracle.transformers, f"{family}ForCausalLM").from_pretrained(tmp_path / "hub32", dtype=torch.float32).eval()
     logits_BLV = engine.model.logits(text_BL)
     assert logits_BLV.dtype == torch.float32
     expected = theirs(text_BL).logits
