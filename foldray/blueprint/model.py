@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from foldray.activations import ACTIVATIONS, Activation, find_activation
 from foldray.blueprint.block import (
     AttentionBias,
+    AttentionGate,
     AttentionSpec,
     BlockSpec,
     FeedForwardSpec,
@@ -76,6 +77,9 @@ class ModelSpec(Strict):
     has one behind the heads."""
     attention_scale: PositiveFloat | None = None
     """Factor on attention's scores. Null is 1 / √head_dim. `rope_scaling` may change it further."""
+    attention_gate: AttentionGate = "none"
+    """The sigmoid of a product of the block's input weighs what heads put out: each `head`, or each
+    `element` (Trinity)."""
     attention_sinks: bool = False
     """Every head has a learnt score that takes a share of the softmax and adds nothing to the
     output (GPT-OSS)."""
@@ -120,6 +124,9 @@ class ModelSpec(Strict):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization. `layernorm` also subtracts the mean and has a bias; `rmsnorm` computes
     less."""
+    norms: Literal["before", "after", "both"] = "before"
+    """What a block normalizes: what attention and networks take (`before`), what they add to the
+    residual stream (`after`, as in OLMo 2), or `both` (Trinity)."""
     norm_eps: PositiveFloat = 1e-5
     """Number that normalization adds before it divides, against division by zero."""
     positions: Literal["rope", "learned"] = "rope"
@@ -246,7 +253,7 @@ class ModelSpec(Strict):
             raise UserError("model.rope_dim", self.rope_dim, f"must be less than head_dim={self.head_dim} with latent_rank")
         for field, value, legal in (
             ("kv_heads", self.kv_heads, self.heads), ("qk_norm", self.qk_norm, "none"),
-            ("attention_bias", self.attention_bias, "none"),
+            ("attention_bias", self.attention_bias, "none"), ("attention_gate", self.attention_gate, "none"),
         ):  # fmt: skip
             if value != legal:
                 raise UserError(f"model.{field}", value, "does not go with latent_rank", [legal])
@@ -292,12 +299,14 @@ class ModelSpec(Strict):
             scale if self.attention_scale is None else scale * self.attention_scale * math.sqrt(self.head_dim),
             self.attention_sinks,
             GrowthSpec(self.query_growth, self.query_growth_positions) if self.query_growth else None,
+            self.attention_gate,
         )
+        after = self.norms != "before"
         if not self.is_moe(layer):
-            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp)
+            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp, after)
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
         expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
-        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp)
+        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp, after)
 
     def _rope(self, window: str) -> tuple[RopeSpec | None, float]:
         """Return the rotary positions of blocks with this window, and the factor on their scores."""

@@ -119,6 +119,15 @@ class Place:
         return q_BSND * factor_BS.to(q_BSND.dtype)[..., None, None]
 
 
+class Projected(NamedTuple):
+    """What attention takes, each as [B, heads, S, width]. A gate has a column for each head, or one for each of its outputs."""
+
+    q_BNSD: torch.Tensor
+    k_BGSD: torch.Tensor
+    v_BGSV: torch.Tensor
+    gate_BNSE: torch.Tensor | None = None
+
+
 class Attention(nn.Module, ABC):
     """Attention with this rank's heads: [B, s, H] → [B, s, H].
 
@@ -150,13 +159,17 @@ class Attention(nn.Module, ABC):
 
         The call adds keys and values of this slice to the memory of earlier ones. Whole sequences do not use it.
         """
-        q_BNSD, k_BGSD, v_BGSV = self._projected(x_BsH, place)
-        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.masks[self.share.window], memory))
+        q_BNSD, k_BGSD, v_BGSV, gate_BNSE = self._projected(x_BsH, place)
+        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.masks[self.share.window], memory), gate_BNSE)
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries [B, N, S, D] of a slice, and its keys and values side by side [B, G, S, D + V]."""
-        q_BNSD, *keys_and_values = self._projected(x_BsH, place)
-        return q_BNSD, torch.cat(keys_and_values, dim=-1)
+        """Return the queries of a slice [B, N, S, D + E], and its keys and values side by side [B, G, S, D + V].
+
+        Beside queries are the E columns of a gate, if there is one.
+        """
+        q_BNSD, k_BGSD, v_BGSV, gate_BNSE = self._projected(x_BsH, place)
+        beside = q_BNSD if gate_BNSE is None else torch.cat((q_BNSD, gate_BNSE), dim=-1)
+        return beside, torch.cat((k_BGSD, v_BGSV), dim=-1)
 
     def start_gather(self, block_BGSW: torch.Tensor) -> Pending:
         """Start to gather the keys and values of a slice. Every context-parallel rank must call this."""
@@ -169,8 +182,11 @@ class Attention(nn.Module, ABC):
         memory.put(k_BGTD, v_BGTV, mask)
 
     def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
-        """Compute attention of a slice whose keys and values are stored: [B, N, S, D] → [B, s, H]."""
-        return self._merged(slice_attention(q_BNSD, memory, place.masks[self.share.window], sink_N=self.sinks))
+        """Compute attention of a slice whose keys and values are stored, from what `project` has returned: [B, s, H]."""
+        gate_BNSE = None
+        if self.share.gates:
+            q_BNSD, gate_BNSE = q_BNSD.tensor_split((self.share.key_dim,), dim=-1)
+        return self._merged(slice_attention(q_BNSD, memory, place.masks[self.share.window], sink_N=self.sinks), gate_BNSE)
 
     def start_scatter(self, place: Place, memory: KVCache) -> Pending:
         """Start to send the gradient of a slice's keys and values to the ranks that hold them.
@@ -192,11 +208,13 @@ class Attention(nn.Module, ABC):
         """Make the parameters of queries, keys and values, of the type and on the device of `out`."""
 
     @abstractmethod
-    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each as [B, heads, S, width]."""
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
+        """Return queries, keys, values and a gate."""
 
-    def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
+    def _merged(self, y_BNSV: torch.Tensor, gate_BNSE: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum over all heads, which a gate may weigh: [B, N, S, V] → [B, s, H]."""
+        if gate_BNSE is not None:
+            y_BNSV = y_BNSV * torch.sigmoid(gate_BNSE)
         y_BsH = scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
         y_BsH = y_BsH if self.out_bias is None else y_BsH + self.out_bias
         return scaled(y_BsH, self.out_scale)
@@ -227,7 +245,7 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
 
 
 class HeadAttention(Attention):
-    """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)].
+    """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)], as does a gate.
 
     `qkv_bias` and `norm` are None if the model has none.
     """
@@ -235,13 +253,16 @@ class HeadAttention(Attention):
     def _make(self, model: ModelSpec) -> None:
         share = self.share
         width = share.queries + share.keys + share.values
-        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width))
+        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width + share.gates))
         self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
         self.norm = HeadNorms(share, model.norm_eps, self.tensor) if share.norm != "none" else None
 
-    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
+        x_BSH, share, gate_BNSE = gather_sequence(x_BsH, self.tensor), self.share, None
         product_BSW = product(x_BSH, self.qkv, self.later)
+        if share.gates:
+            product_BSW, gate_BSW = product_BSW.tensor_split((product_BSW.shape[-1] - share.gates,), dim=-1)
+            gate_BNSE = _by_head(gate_BSW, share.heads).transpose(1, 2)
         if (split := self._split_rotated(product_BSW, place)) is not None:
             return split
         if self.qkv_bias is not None:
@@ -262,23 +283,22 @@ class HeadAttention(Attention):
             q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
             if self.norm is None:  # as a view, the values would keep the whole product alive until backward
                 v_BSGV = v_BSGV.contiguous()
-        return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
+        return Projected(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2), gate_BNSE)
 
-    def _split_rotated(self, product_BSW: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def _split_rotated(self, product_BSW: torch.Tensor, place: Place) -> Projected | None:
         """Do what follows the product in one kernel for GPUs; None if it cannot."""
         share = self.share
         if share.rope is None or share.rope.interleaved or self.norm is not None or share.key_dim != share.value_dim:
             return None
-        if share.growth is not None or not fused.fits(product_BSW):
+        if share.growth is not None or share.gates or not fused.fits(product_BSW):
             return None
         heads, turn = fused.Heads(share.heads, share.kv_heads, share.key_dim), place.rotation(share.rope, product_BSW.dtype)
         found = fused.split_rotate(product_BSW, self.qkv_bias, turn.cos_SR, turn.sin_SR, heads, share.scale)
-        q_BNSD, k_BGSD, v_BGSV = (part.transpose(1, 2) for part in found)
-        return q_BNSD, k_BGSD, v_BGSV
+        return Projected(*(part.transpose(1, 2) for part in found))
 
     def parts(self) -> Parts:
         widths = {part: width for part, (_, width) in self.share.inputs.items()}
-        biases = columns({f"{part}_bias": width for part, width in widths.items()}, before=())
+        biases = columns({f"{part}_bias": width for part, width in widths.items() if part != "gate"}, before=())
         whole: Parts = {name: [(name, ())] for name in ("out", "out_bias", "sinks")}
         return {"qkv": columns(widths), "qkv_bias": biases, **whole}
 
@@ -302,7 +322,7 @@ class LatentAttention(Attention):
         self.query_norm = nn.Parameter(new(latent.query_rank)) if latent.query_rank else None
         self.key_value_norm = nn.Parameter(new(latent.rank))
 
-    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         share = self.share
         assert share.rope
         query_BSR, latent_BSR, turning_BSR = self._narrow(x_BsH, share.rope.dim)
@@ -315,7 +335,7 @@ class LatentAttention(Attention):
         k_BSND = torch.cat((k_BSND, turned_BSNR), dim=-1)
         q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
         # As a view, the values would keep the whole product alive until backward.
-        return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2)
+        return Projected(q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2))
 
     def _narrow(self, x_BsH: torch.Tensor, turning: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return, for the shard, what queries are made from, what keys and values are made from, and the columns that turn."""

@@ -31,7 +31,7 @@ from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm dense feed-forward network (`ffn`) or MoE layer (`moe`).
+    """Attention, then a dense feed-forward network (`ffn`) or MoE layer (`moe`), with norms before each, after each, or both.
 
     A block that predicts a further token begins with `mtp` (`Transformer.enter`).
 
@@ -50,10 +50,11 @@ class Block(nn.Module):
             return
         if share.mtp:
             self.mtp = MTPModule(model, later)
-        self.attention_norm = Norm(model)
+        before, after = model.norms != "after", model.norms != "before"
+        self.attention_norm, self.ffn_norm = (Norm(model) if before else None for _ in range(2))
+        self.attention_after, self.ffn_after = (Norm(model) if after else None for _ in range(2))
         attention = LatentAttention if share.attention.latent else HeadAttention
         self.attention = attention(share.attention, model, groups, context, later)
-        self.ffn_norm = Norm(model)
         if share.dense:
             self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, model.residual_scale)
         if share.moe:
@@ -72,24 +73,36 @@ class Block(nn.Module):
         x_BsH = self.attend(x_BsH, place, memory)
         if not self.is_moe:
             return self.feed(x_BsH), None
-        y_BsH, balance = self.moe(self.ffn_norm(x_BsH))
-        return x_BsH + y_BsH, balance
+        y_BsH, balance = self.moe(_normed(self.ffn_norm, x_BsH))
+        return x_BsH + _normed(self.ffn_after, y_BsH), balance
 
     def attend(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
-        normed_BsH, x_BsH = self.attention_norm.beside(x_BsH)
-        return x_BsH + self.attention(normed_BsH, place, memory)
+        normed_BsH, x_BsH = (x_BsH, x_BsH) if self.attention_norm is None else self.attention_norm.beside(x_BsH)
+        return x_BsH + _normed(self.attention_after, self.attention(normed_BsH, place, memory))
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries of a slice, and its keys and values (`Attention.project`)."""
-        return self.attention.project(self.attention_norm(x_BsH), place)
+        return self.attention.project(_normed(self.attention_norm, x_BsH), place)
+
+    def attend_projected(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
+        """Return what attention of a slice adds to the residual stream (`Attention.attend`)."""
+        return _normed(self.attention_after, self.attention.attend(q_BNSD, place, memory))
 
     def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        normed_BsH, x_BsH = self.ffn_norm.beside(x_BsH)
-        return x_BsH + self.ffn(normed_BsH)
+        normed_BsH, x_BsH = (x_BsH, x_BsH) if self.ffn_norm is None else self.ffn_norm.beside(x_BsH)
+        return x_BsH + _normed(self.ffn_after, self.ffn(normed_BsH))
+
+    def routed(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        """Return what the router and the experts take."""
+        return _normed(self.ffn_norm, x_BsH)
 
     @property
     def is_moe(self) -> bool:
         return hasattr(self, "moe")
+
+
+def _normed(norm: Norm | None, x_BsH: torch.Tensor) -> torch.Tensor:
+    return x_BsH if norm is None else norm(x_BsH)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from foldray.blueprint import ModelSpec, RopeScaling, RouterSpec
-from trainers.hugging_face.names import Block, Tensor, attention, further
+from trainers.hugging_face.names import NORMS, Block, Tensor, attention, further
 
 Need = tuple[str, bool, Iterable[Any]]
 """A key of `model`, whether the model has what a family has, and the values that the family has."""
@@ -109,9 +109,9 @@ class Family(NamedTuple):
             theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
             if layer >= model.layers:
                 yield from further(theirs, f"{ours}.mtp")
-            yield Tensor(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
+            for norm, name in NORMS[model.norms].items():
+                yield Tensor(f"{theirs}.{name}.weight", f"{ours}.{norm}.weight")
             yield from attention(model, f"{theirs}.self_attn", f"{ours}.attention")
-            yield Tensor(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
             yield from self.block(model, layer)
         yield Tensor("model.norm.weight", "final_norm.weight")
         if not model.tied_embeddings:
@@ -162,8 +162,9 @@ _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 # These say how transformers trains a model, and not what it computes.
 _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_noise"}
 _ONLY: dict[str, Sequence[Any]] = {
-    "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
-    "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
+    "norm": ["rmsnorm"], "norms": ["before"], "attention_gate": ["none"], "positions": ["rope"], "ffn": ["gated_silu"],
+    "router.scale": [1.0], "router.groups": [1], "router.selection_bias": [False], "router.logit_bias": [False],
+    "expert_bias": [False], "attention_sinks": [False],
     "query_growth": [0.0], "full_positions": ["rope"], "window_rope_theta": [None], "attention_scale": [None],
     "embedding_scale": [1.0], "residual_scale": [1.0], "logit_scale": [1.0], "shared_gate": [False], "mtp_depth": [0],
     "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],

@@ -85,8 +85,21 @@ def attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
             yield Tensor(f"{theirs}.{letter}_proj.bias", f"{ours}.{part}_bias")
         if letter in "qk" and model.qk_norm != "none":
             yield Tensor(f"{theirs}.{letter}_norm.weight", f"{ours}.norm.{part}")
+    if model.attention_gate != "none":
+        yield Tensor(f"{theirs}.gate_proj.weight", f"{ours}.gate", True)
     if model.attention_sinks:
         yield Tensor(f"{theirs}.sinks", f"{ours}.sinks")
+
+
+NORMS = {
+    "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "after": {"attention_after": "post_attention_layernorm", "ffn_after": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm", "attention_after": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm", "ffn_after": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+"""Names of a block's norms, by where they are and by foldray's names."""
 
 
 def further(theirs: str, ours: str) -> Iterator[Tensor]:

@@ -189,6 +189,35 @@ def _flint_model(config: Values) -> Values:
     }  # fmt: skip
 
 
+# Trinity: the same positions, a gate on what heads put out, norms before and after, and embeddings that may be multiplied.
+
+
+def _trinity_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+    yield shares_experts(model)
+    yield full_without_positions(model)
+    factors = [1.0, model.hidden**0.5]
+    yield "embedding_scale", model.embedding_scale in factors, factors
+    yield "router.normalize", model.router.normalize, [True]
+
+
+def _trinity_config(model: ModelSpec) -> Values:
+    return {
+        "num_shared_experts": model.shared_hidden // model.expert_hidden, "attention_bias": model.attention_bias == "all",
+        "mup_enabled": model.embedding_scale != 1, **layer_types(model),
+    }  # fmt: skip
+
+
+def _trinity_model(config: Values) -> Values:
+    return {
+        **shared_experts(config, "num_shared_experts"), **layer_windows(config), "full_positions": "none", "norms": "both",
+        "attention_gate": "element", "embedding_scale": config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0,
+        "qk_norm": "head", "router.score": "sigmoid", "router.normalize": True,
+        "attention_bias": "all" if config["attention_bias"] else "none",
+    }  # fmt: skip
+
+
 _ROUTED = {
     "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
     "router.normalize": "norm_topk_prob", "router.scale": "routed_scaling_factor",
@@ -238,5 +267,13 @@ WITH_SIGMOID = (
                            "router.normalize": "norm_topk_prob"}, {},
         SIGMOID | {"qk_norm": ["head"], "attention_bias": ["none", "all"], "attention_sinks": [True], "full_positions": None},
         mlp("shared_expert"), _flint_needs, _flint_config, _flint_model, called={"self_attn.sinks": "self_attn.softmax_offset"},
+    ),
+    Family(
+        "afmoe", "AfmoeForCausalLM",
+        TOPK | {"ffn_hidden": "intermediate_size", "dense_first": "num_dense_layers", "router.scale": "route_scale"}, {},
+        BY_SCORES | {"moe_every": [1], "qk_norm": ["head"], "attention_bias": ["none", "all"], "full_positions": None,
+                     "norms": ["both"], "attention_gate": ["element"], "embedding_scale": None},
+        mlp("shared_experts", Tensor("expert_bias", ""), router="router.gate"), _trinity_needs, _trinity_config, _trinity_model,
+        called={"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"},
     ),
 )  # fmt: skip

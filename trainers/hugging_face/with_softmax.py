@@ -114,6 +114,10 @@ def _olmoe_model(config: Values) -> Values:
     return {"attention_bias": bias, "qk_norm": "all", "ffn_hidden": config["intermediate_size"], **before_topk(config)}
 
 
+def _flex_model(config: Values) -> Values:  # FlexOlmo: the same with norms behind attention and experts
+    return _olmoe_model(config) | {"norms": "after"}
+
+
 # ERNIE-4.5: a softmax with a selection bias, and neighbouring columns that turn together.
 
 
@@ -263,6 +267,11 @@ WITH_SOFTMAX = (
         {"clip_qkv": None},
         SOFTMAX | NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"], "attention_bias": ["none", "all"]},
         mlp(), _olmoe_needs, _olmoe_config, _olmoe_model,
+    ),
+    Family(
+        "flex_olmo", "FlexOlmoForCausalLM", BALANCED | TOPK | {"expert_hidden": "intermediate_size"}, {},
+        SOFTMAX | NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"], "attention_bias": ["none", "all"], "norms": ["after"]},
+        mlp(), _olmoe_needs, _olmoe_config, _flex_model,
     ),
     Family(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",

@@ -89,6 +89,10 @@ MISTRAL = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group
     "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.3,
                                "original_max_position_embeddings": 4},
 }  # fmt: skip
+TRINITY = {key: value for key, value in HY.items() if key not in ("router_scaling_factor", "first_k_dense_replace")} | SLIDING | {
+    "num_hidden_layers": 3, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True,
+}  # fmt: skip
+FLEX = OLMOE | {"pad_token_id": None, "eos_token_id": None}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
     ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
@@ -96,7 +100,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("GptOss", GPT_OSS), ("Dots1", DOTS), ("HYV3", HY), ("SolarOpen", SOLAR), ("Glm4MoeLite", GLM_LITE),
     ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
     ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
-    ("Mistral4", MISTRAL),
+    ("Mistral4", MISTRAL), ("Afmoe", TRINITY), ("FlexOlmo", FLEX),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -128,6 +132,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "first_k_dense_replace": 0,
         "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 3},
     }),
+    ("Afmoe", TRINITY | {"mup_enabled": False, "attention_bias": True, "num_dense_layers": 0, "tie_word_embeddings": True}),
+    ("FlexOlmo", FLEX | {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
     ("Flint", FLINT | {"mlp_only_layers": [], "norm_topk_prob": False, "attention_bias": True}),
     ("Mellum", MELLUM | {"rope_parameters": None, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3}),
     ("GraniteMoe", GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),

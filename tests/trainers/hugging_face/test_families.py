@@ -208,17 +208,20 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
     network = getattr(block, "mlp", None) or block.block_sparse_moe
     gate = getattr(network, "gate", None) or network.router
     with torch.no_grad():
-        gate.weight[-1] = gate.weight[-2]
+        matrix = gate.gate.weight if family == "Afmoe" else gate.weight
+        matrix[-1] = matrix[-2]
         router.weight[:, -1] = router.weight[:, -2]
         bias = getattr(network, "e_score_correction_bias", getattr(gate, "e_score_correction_bias", getattr(gate, "bias", None)))
         if family == "Ernie4_5_Moe":
             bias = gate.moe_statics.e_score_correction_bias[0]
+        if family == "Afmoe":
+            bias = network.expert_bias
         for each in (bias, router.bias, router.logit_bias):
             if each is not None:
                 each[-1] = each[-2]
     x_TH = torch.randn(10_000, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with widened(), torch.no_grad():
-        _, weight_TK, expert_TK = gate(x_TH, bias) if family in ("MiniMaxM2", "HYV3") else gate(x_TH)
+        _, weight_TK, expert_TK = gate(x_TH[None], bias) if family in ("MiniMaxM2", "HYV3", "Afmoe") else gate(x_TH)
     ours = router(x_TH, TokenPiece(1))
     expected_TK = weight_TK * recipe.model.residual_scale  # which transformers multiplies later
     order, own = expert_TK.argsort(-1), ours.expert_TK.argsort(-1)
