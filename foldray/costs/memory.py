@@ -276,6 +276,8 @@ def block_activations(
     total += _attention(rank, block.attention, n, ATTENTION in again, sliced)
     if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
         total += 5 * n * model.hidden * b + n * fold.tp * INT64
+    if model.norms == "after":  # products take the residual stream itself, and not a norm of it
+        total -= ((ATTENTION not in again) + (not block.dense or FFN not in again)) * n * model.hidden * b
     if block.after:  # what the norms behind attention and the network take
         total += ((ATTENTION not in again) + (not block.dense or FFN not in again)) * n * model.hidden * b
     if block.dense:
