@@ -30,8 +30,10 @@ class Family(NamedTuple):
         model_more: further keys of `model` for a `config.json`, with all defaults of transformers in it.
         others: further names in `config.json` for the same models.
         dense: whether its models have no experts, and their networks become experts (`dense.py`).
-        ahead: how names of tensors begin that predict further tokens in a way that foldray does not have.
+        ahead: how names of tensors begin of parts that foldray does not have, such as further tokens in another way, or images.
         called: parts of names that the family calls otherwise, by what `names.py` calls them.
+        inside: keys of `config.json` that lead to the part of a model for several media that foldray has: its text model. Such a
+            folder is read, and its text model leaves as one of the family that has no other media.
     """
 
     model_type: str
@@ -47,6 +49,7 @@ class Family(NamedTuple):
     dense: bool = False
     ahead: tuple[str, ...] = ()
     called: Mapping[str, str] = {}
+    inside: tuple[str, ...] = ()
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""

@@ -20,7 +20,7 @@ from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
-from trainers.hugging_face.families import FAMILIES, family_of, named_family, tensors_of
+from trainers.hugging_face.families import FAMILIES, WITHIN, family_of, named_family, tensors_of
 from trainers.hugging_face.family import Family, computed
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
@@ -104,7 +104,10 @@ class Weights:
             config = type(AutoConfig.for_model(family.model_type)).from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # transformers raises exceptions of many types
             raise self.refused(f"its {_CONFIG} cannot be read ({' '.join(str(error).split())[:160]})") from None
-        values = config.to_dict()
+        tied = {"tie_word_embeddings": getattr(config, "tie_word_embeddings", False)}
+        for key in family.inside:
+            config = getattr(config, key)
+        values = config.to_dict() | (tied if family.inside else {})
         return family, values | {alias: values[name] for alias, name in config.attribute_map.items() if name in values}
 
     def model(self) -> dict[str, Any]:
@@ -122,6 +125,11 @@ class Weights:
         return model | ({"mtp_depth": depth} if depth else {})
 
     @property
+    def within(self) -> bool:
+        """Whether the folder's model takes other media, too, and only its text model is read."""
+        return bool(self._family and self._family.inside)
+
+    @property
     def dense(self) -> str | None:
         """The name of the dense model's family; None if the model has experts."""
         family = self._family
@@ -134,7 +142,7 @@ class Weights:
 
     @property
     def _families(self) -> Sequence[Family]:
-        return (*FAMILIES, *DENSE) if self.own is None else (self.own,)
+        return (*FAMILIES, *WITHIN, *DENSE) if self.own is None else (self.own,)
 
     def kept(self) -> dict[str, Any]:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.
@@ -221,7 +229,7 @@ class Weights:
         return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
-        """Return the tensors that predict further tokens, and that the model has not."""
+        """Return the tensors of parts that the model has not: for further tokens, or for other media than text."""
         family, config = self._described()
         depth = config.get("num_nextn_predict_layers") or 0
         blocks = [f"model.layers.{model.layers + block}." for block in range(model.mtp_depth, depth)]
