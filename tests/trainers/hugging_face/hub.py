@@ -164,6 +164,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"}, "router_scaling_factor": 2.826,
         "vocab_size": 120832,
     },
+    "trinity-mini": _PLAIN | {
+        "architectures": ["AfmoeForCausalLM"], "global_attn_every_n_layers": 4, "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 6144, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention",
+        "full_attention"] * 8, "max_position_embeddings": 131072, "model_type": "afmoe", "moe_intermediate_size": 1024,
+        "mup_enabled": True, "n_group": 1, "num_attention_heads": 32, "num_dense_layers": 2, "num_expert_groups": 1,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "num_limited_groups": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+        "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048, "topk_group": 1,
+        "use_grouped_mm": True, "vocab_size": 200192,
+    },
+    "granite-3.1-3b-a800m": _PLAIN | {
+        "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0, "hidden_size": 1536, "intermediate_size": 512, "logits_scaling": 6.0,
+        "max_position_embeddings": 131072, "model_type": "granitemoe", "num_attention_heads": 24, "num_experts_per_tok": 8,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 40, "output_router_logits": False,
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000.0,
+        "router_aux_loss_coef": 0.0, "tie_word_embeddings": True, "vocab_size": 49155,
+    },
     "llama-3.2-1b": _DENSE | {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_size": 2048,
         "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
@@ -340,6 +358,17 @@ next hnorm.weight H
 next eh_proj.weight H 2H
 next final_layernorm.weight H
 """,
+    "afmoe": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS.replace("mlp.gate", "mlp.router.gate") + _SHARED + """
+moe mlp.expert_bias E
+all self_attn.gate_proj.weight Q H
+all pre_mlp_layernorm.weight H
+all post_mlp_layernorm.weight H
+""",
+    "granitemoe": _ENDS.replace("- lm_head.weight V H", "") + _ATTENTION + """
+moe block_sparse_moe.router.layer.weight E H
+moe block_sparse_moe.input_linear.weight E 2I H
+moe block_sparse_moe.output_linear.weight E H I
+""",
     "llama": _ENDS + _ATTENTION + _MLP + _OLD,
     "mistral": _ENDS + _ATTENTION + _MLP,
     "qwen2": _ENDS.replace("- lm_head.weight V H", "") + _ATTENTION + _BIASES + _MLP,
@@ -369,7 +398,8 @@ def written(folder: Path, name: str) -> dict[str, Any]:
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     head, heads, latent = config.get("head_dim", 12), 4, "kv_lora_rank" in config
-    first = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
+    firsts = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    first = next((config[key] for key in firsts if key in config), 0)
     blocks = {"all": [0, 1, 2], "dense": [*range(first)], "moe": [*range(first, 3)], "next": [3]}
     if config.get("num_nextn_predict_layers") and "moe_k" not in config:
         blocks |= {"all": [0, 1, 2, 3], "moe": [*blocks["moe"], 3]}
