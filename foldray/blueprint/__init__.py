@@ -1,6 +1,6 @@
 """Models as data: sizes and choices, presets, the parameter table, the owners of parameters, FLOPs. No torch."""
 
-from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, MixtureSpec, RopeSpec, ScalingSpec
+from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec, GrowthSpec, MixtureSpec, RopeSpec, ScalingSpec
 from foldray.blueprint.flops import forward_flops_per_token, half_flops, step_flops
 from foldray.blueprint.layout import Layout, check_length, smallest_slice
 from foldray.blueprint.model import ModelSpec

@@ -14,6 +14,7 @@ from foldray.windows import Window, find_window
 
 QkNorm = Literal["none", "head", "all"]
 AttentionBias = Literal["none", "inputs", "all"]
+AttentionGate = Literal["none", "head", "element"]
 RopeKind = Literal["yarn", "llama3", "linear"]
 
 
@@ -54,6 +55,13 @@ class RopeSpec(NamedTuple):
     scaling: ScalingSpec | None = None
 
 
+class GrowthSpec(NamedTuple):
+    """Queries that grow with their position p, by the factor 1 + rate · ln(1 + ⌊p / every⌋) (Llama 4's code)."""
+
+    rate: float
+    every: int
+
+
 class LatentSpec(NamedTuple):
     """Multi-head latent attention (DeepSeek-V2, section 2.1): narrow vectors from which all heads make keys and values.
 
@@ -77,6 +85,8 @@ class AttentionSpec(NamedTuple):
         latent: latent attention; None without it. Then heads have keys of their own, but share the columns that turn.
         scale: factor on scores, beside one over the root of `key_dim`.
         sinks: whether every head has a score that takes a share of the softmax and adds nothing.
+        growth: how queries grow with their position; None without it.
+        gate: what of the heads' outputs the sigmoid of a product of the block's input weighs: nothing, each head, or each column.
     """
 
     heads: int
@@ -90,6 +100,8 @@ class AttentionSpec(NamedTuple):
     latent: LatentSpec | None = None
     scale: float = 1.0
     sinks: bool = False
+    growth: GrowthSpec | None = None
+    gate: AttentionGate = "none"
 
     @property
     def queries(self) -> int:
@@ -110,6 +122,11 @@ class AttentionSpec(NamedTuple):
         return self.heads * self.value_dim
 
     @property
+    def gates(self) -> int:
+        """Width of the numbers that weigh all heads' outputs."""
+        return {"none": 0, "head": self.heads, "element": self.outputs}[self.gate]
+
+    @property
     def still(self) -> int:
         """Number of a head's columns that do not turn."""
         return self.key_dim - (self.rope.dim if self.rope else 0)
@@ -118,7 +135,8 @@ class AttentionSpec(NamedTuple):
     def inputs(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the products that make queries, keys and values that TP cuts. Rows of 0 are the block's width."""
         if self.latent is None:
-            return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)}
+            gate = {"gate": (0, self.gates)} if self.gates else {}
+            return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)} | gate
         made = self.heads * (self.still + self.value_dim)
         return {"query": (self.latent.query_rank, self.queries), "key_value": (self.latent.rank, made)}
 
@@ -182,21 +200,29 @@ class BlockSpec:
         dense, moe: one of both; the other one is None.
         mtp: whether the block predicts a further token (multi-token prediction, DeepSeek-V3, section 2.2). It then begins with a
             projection of its input and of the embedding of a later token, and a head follows it.
+        after: whether norms follow attention and the network, or mixture.
     """
 
     attention: AttentionSpec
     dense: FeedForwardSpec | None
     moe: MixtureSpec | None
     mtp: bool = False
+    after: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.attention, self.dense, self.moe, self.mtp)))
+        object.__setattr__(self, "_hash", hash((self.attention, self.dense, self.moe, self.mtp, self.after)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple:
-        return make_block, (self.attention, self.dense, self.moe, self.mtp)  # the kept hash is wrong in another process
+        return make_block, (
+            self.attention,
+            self.dense,
+            self.moe,
+            self.mtp,
+            self.after,
+        )  # the kept hash is wrong in another process
 
     @property
     def order(self) -> tuple[bool, bool, str]:
@@ -206,10 +232,12 @@ class BlockSpec:
     def cut(self, tp: int, ep: int, etp: int) -> BlockSpec:
         """Return a rank's share of the block."""
         share = self.attention.cut(tp), self.dense and self.dense.cut(tp), self.moe and self.moe.cut(tp, ep, etp)
-        return BlockSpec(*share, self.mtp)
+        return BlockSpec(*share, self.mtp, self.after)
 
 
 @lru_cache(maxsize=1024)
-def make_block(attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None, mtp: bool = False) -> BlockSpec:
+def make_block(
+    attention: AttentionSpec, dense: FeedForwardSpec | None, moe: MixtureSpec | None, mtp: bool = False, after: bool = False
+) -> BlockSpec:
     """Return the same object for equal blocks, so that tables compare keys by identity."""
-    return BlockSpec(attention, dense, moe, mtp)
+    return BlockSpec(attention, dense, moe, mtp, after)

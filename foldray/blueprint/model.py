@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from foldray.activations import ACTIVATIONS, Activation, find_activation
 from foldray.blueprint.block import (
     AttentionBias,
+    AttentionGate,
     AttentionSpec,
     BlockSpec,
     FeedForwardSpec,
+    GrowthSpec,
     LatentSpec,
     MixtureSpec,
     QkNorm,
@@ -72,6 +75,11 @@ class ModelSpec(Strict):
     attention_bias: AttentionBias = "none"
     """Biases of attention's products. `inputs` has them for queries, keys and values; `all` also
     has one behind the heads."""
+    attention_scale: PositiveFloat | None = None
+    """Factor on attention's scores. Null is 1 / √head_dim. `rope_scaling` may change it further."""
+    attention_gate: AttentionGate = "none"
+    """The sigmoid of a product of the block's input weighs what heads put out: each `head`, or each
+    `element` (Trinity)."""
     attention_sinks: bool = False
     """Every head has a learnt score that takes a share of the softmax and adds nothing to the
     output (GPT-OSS)."""
@@ -82,6 +90,9 @@ class ModelSpec(Strict):
     latent_query_rank: WidthOrZero = 0
     """Width of the vector from which heads make queries with latent attention. 0 makes them from
     the block's input."""
+    latent_norm_eps: PositiveFloat | None = None
+    """Number that the norms of latent attention's vectors add before they divide. Null is
+    `norm_eps`."""
     windows: Windows = (FULL.name,)
     """How far back queries see, one entry for each block; the list repeats. `full`
     sees all earlier tokens, `sliding:TOKENS` the newest ones, `chunked:TOKENS` those of its own
@@ -113,6 +124,9 @@ class ModelSpec(Strict):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization. `layernorm` also subtracts the mean and has a bias; `rmsnorm` computes
     less."""
+    norms: Literal["before", "after", "both"] = "before"
+    """What a block normalizes: what attention and networks take (`before`), what they add to the
+    residual stream (`after`, as in OLMo 2), or `both` (Trinity)."""
     norm_eps: PositiveFloat = 1e-5
     """Number that normalization adds before it divides, against division by zero."""
     positions: Literal["rope", "learned"] = "rope"
@@ -127,6 +141,17 @@ class ModelSpec(Strict):
     rope_scaling: RopeScaling | None = None
     """Slower rotations, for sequences that are longer than those of an earlier training. Null
     leaves them out."""
+    full_positions: Literal["rope", "none"] = "rope"
+    """How attention knows positions in blocks with the window `full`. `none` leaves them to the
+    other blocks (NoPE), as in EXAONE-MoE."""
+    window_rope_theta: PositiveFloat | None = None
+    """Base of the rotation angles in blocks with another window than `full`, without
+    `rope_scaling`. Null is that of all blocks."""
+    query_growth: NonNegativeFloat = 0.0
+    """Growth of queries with their position p in a document, by the factor 1 + query_growth ·
+    ln(1 + ⌊p / query_growth_positions⌋), as in Mistral-Small-4. 0 leaves it out."""
+    query_growth_positions: Positions = 8192
+    """Positions after which queries begin to grow, and between two of their sizes."""
     rope_pairs: Literal["halves", "interleaved"] = "halves"
     """Which columns `rope` rotates together: i and i + rope_dim / 2 (`halves`, as GPT-NeoX and
     Llama in transformers), or 2i and 2i + 1 (`interleaved`, as GPT-J and ERNIE)."""
@@ -138,6 +163,12 @@ class ModelSpec(Strict):
     within 7. `module:NAME` names an activation of your own."""
     tied_embeddings: bool = False
     """The output head shares the embedding's weight, which saves vocab × hidden parameters."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor on the embedding of a token (Granite)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor on all that attention, networks and experts add to the residual stream (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor on the logits of the head (Granite)."""
     mtp_depth: Annotated[int, Field(ge=0, le=MOST_DEPTH)] = 0
     """Further tokens that training predicts at every position (multi-token prediction,
     DeepSeek-V3). Each takes one more block like the last one, behind the last block, and the head
@@ -208,15 +239,21 @@ class ModelSpec(Strict):
         if self.rope_scaling is not None and self.rope_theta <= 1:
             rule = "must be more than 1 with rope_scaling, which takes its logarithm"
             raise UserError("model.rope_theta", self.rope_theta, rule)
+        for key in ("full_positions", "window_rope_theta"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and (self.positions != "rope" or self.latent_rank):
+                raise UserError(f"model.{key}", value, "needs positions=rope, and no latent_rank", [default or "null"])
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])
+            if self.latent_norm_eps is not None:
+                raise UserError("model.latent_norm_eps", self.latent_norm_eps, "needs latent_rank", ["null"])
             return
         if self.positions != "rope" or self.rope_dim in (None, self.head_dim):
             raise UserError("model.rope_dim", self.rope_dim, f"must be less than head_dim={self.head_dim} with latent_rank")
         for field, value, legal in (
             ("kv_heads", self.kv_heads, self.heads), ("qk_norm", self.qk_norm, "none"),
-            ("attention_bias", self.attention_bias, "none"),
+            ("attention_bias", self.attention_bias, "none"), ("attention_gate", self.attention_gate, "none"),
         ):  # fmt: skip
             if value != legal:
                 raise UserError(f"model.{field}", value, "does not go with latent_rank", [legal])
@@ -248,10 +285,7 @@ class ModelSpec(Strict):
     def block(self, layer: int) -> BlockSpec:
         """Return the sizes and choices of a block."""
         window, mtp = self.windows[min(layer, self.layers - 1) % len(self.windows)], layer >= self.layers
-        rope, scaling = None, self.rope_scaling
-        if self.positions == "rope":
-            pairs, scaled = self.rope_pairs == "interleaved", scaling.spec if scaling else None
-            rope = RopeSpec(self.rope_dim or self.head_dim, self.rope_theta, pairs, scaled)
+        rope, scale = self._rope(window)
         attention = AttentionSpec(
             self.heads,
             self.kv_heads,
@@ -262,14 +296,29 @@ class ModelSpec(Strict):
             self.qk_norm,
             self.attention_bias,
             LatentSpec(self.latent_query_rank, self.latent_rank) if self.latent_rank else None,
-            scaling.scale if scaling else 1.0,
+            scale if self.attention_scale is None else scale * self.attention_scale * math.sqrt(self.head_dim),
             self.attention_sinks,
+            GrowthSpec(self.query_growth, self.query_growth_positions) if self.query_growth else None,
+            self.attention_gate,
         )
+        after = self.norms != "before"
         if not self.is_moe(layer):
-            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp)
+            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp, after)
         shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
         expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
-        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp)
+        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp, after)
+
+    def _rope(self, window: str) -> tuple[RopeSpec | None, float]:
+        """Return the rotary positions of blocks with this window, and the factor on their scores."""
+        full, scaling = window == FULL.name, self.rope_scaling
+        if self.positions != "rope" or (full and self.full_positions == "none"):
+            return None, 1.0
+        dim, theta, interleaved = self.rope_dim or self.head_dim, self.rope_theta, self.rope_pairs == "interleaved"
+        if self.window_rope_theta is not None and not full:
+            return RopeSpec(dim, self.window_rope_theta, interleaved), 1.0
+        if scaling is None:
+            return RopeSpec(dim, theta, interleaved), 1.0
+        return RopeSpec(dim, theta, interleaved, scaling.spec), scaling.scale
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from foldray.blueprint.parameters import GradientClass, ParameterSpec, parameter
 from foldray.blueprint.stages import Stage, make_stages
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE, SHARED
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Piece:
 Maker = tuple[str, int]
 """Kind and block of ops whose backward adds to a gradient."""
 
-_BACKWARD = (EXPERT, SHARED, ROUTE, FFN, ATTENTION)  # the order of a block's ops in backward
+_BACKWARD = (MERGE, EXPERT, SHARED, ROUTE, FFN, ATTENTION)  # the order of a block's ops in backward
 
 
 class GradientPart(NamedTuple):
@@ -225,6 +225,9 @@ def _cut(spec: ParameterSpec, index: int, parts: int) -> Piece:
 
 def check_apart(model: ModelSpec) -> None:
     """Check that the experts may have ranks of their own."""
+    if model.norms != "before":
+        rule = "must be before if the experts have workers of their own (placement)"
+        raise UserError("model.norms", model.norms, rule, ["before"])
     if model.mtp_depth:
         raise UserError("model.mtp_depth", model.mtp_depth, "must be 0 if the experts have workers of their own (placement)", [0])
 

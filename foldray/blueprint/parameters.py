@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
-from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, ROUTE, SHARED
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
 
 GradientClass = Literal["dense", "replicated", "expert"]
 CLASSES: tuple[GradientClass, ...] = get_args(GradientClass)
@@ -102,7 +102,8 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     depth, last_is_moe = model.mtp_depth, model.is_moe(model.layers - 1)
     sparse = (model.layers - model.dense_first) // model.moe_every + depth * last_is_moe
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
-    blocks = (model.layers + depth) * (width + 2 * norm + vectors) + depth * (2 * hidden * hidden + 3 * norm)
+    norms = 4 if model.norms == "both" else 2
+    blocks = (model.layers + depth) * (width + norms * norm + vectors) + depth * (2 * hidden * hidden + 3 * norm)
     dense = (model.layers + depth - sparse) * matrices * hidden * model.ffn_hidden
     routed = sparse * hidden * (model.experts + matrices * model.shared_hidden + model.shared_gate)
     routed += sparse * model.experts * model.router.logit_bias
@@ -147,7 +148,8 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     name, std, hidden, block = f"blocks.{layer}", model.init_std, model.hidden, model.block(layer)
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up (GPT-2's scaled initialisation)
     attention, moe = block.attention, block.moe
-    rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION)
+    before, after = model.norms != "after", model.norms != "before"
+    rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION) if before else []
     for part, width in attention.downs.items():
         rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, "replicated", init=std))
     for part, (inside, width) in attention.inputs.items():
@@ -156,7 +158,8 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     rows += _attention_vectors(attention, hidden, f"{name}.attention", layer)
     if attention.sinks:
         rows.append(ParameterSpec(f"{name}.attention.sinks", (attention.heads,), layer, ATTENTION, cut=0, init=std))
-    rows += _norm(model, f"{name}.ffn_norm", layer, FFN if block.dense else ROUTE)
+    rows += _norm(model, f"{name}.attention_after", layer, ATTENTION) if after else []
+    rows += _norm(model, f"{name}.ffn_norm", layer, FFN if block.dense else ROUTE) if before else []
     if block.dense:
         rows += _ffn(model, f"{name}.ffn", block.dense, layer, out_std, FFN)
     if moe:
@@ -171,7 +174,7 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
         if moe.shared_gate:
             gate = (hidden, 1)
             rows.append(ParameterSpec(f"{name}.moe.shared.output_gate", gate, layer, SHARED, "replicated", init=std))
-    return rows
+    return rows + (_norm(model, f"{name}.ffn_after", layer, FFN if block.dense else MERGE) if after else [])
 
 
 def _prediction(model: ModelSpec, layer: int) -> list[ParameterSpec]:

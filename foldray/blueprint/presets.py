@@ -121,6 +121,38 @@ _RELEASED: dict[str, dict[str, Any]] = {
         router={"score": "sigmoid", "normalize": True, "scale": 2.827},
         **_yarn(32.0, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
     ),
+    "glm-4.7-flash": _deepseek(
+        20, layers=47, hidden=2048, head_dim=256, value_dim=256, ffn_hidden=10240, dense_first=1, experts=64, topk=4,
+        expert_hidden=1536, shared_hidden=1536, vocab=154880, latent_query_rank=768, rope_theta=1e6, norm_eps=1e-5,
+        latent_norm_eps=1e-6, router={"score": "sigmoid", "normalize": True, "scale": 1.8},
+    ),
+    "dots.llm1": {
+        "layers": 62, "hidden": 4096, "heads": 32, "kv_heads": 32, "head_dim": 128, "ffn_hidden": 10944, "dense_first": 1,
+        "experts": 128, "topk": 6, "expert_hidden": 1408, "shared_hidden": 2816, "vocab": 152064, "rope_theta": 1e7,
+        "qk_norm": "head", "router": {"score": "sigmoid", "normalize": True, "scale": 2.5},
+    },
+    "solar-open-100b": {
+        "layers": 48, "hidden": 4096, "heads": 64, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 1280, "experts": 128,
+        "topk": 8, "expert_hidden": 1280, "shared_hidden": 1280, "vocab": 196608, "rope_theta": 1e6,
+        "rope_scaling": {"factor": 2.0, "original_positions": 65536}, "router": {"score": "sigmoid", "normalize": True},
+    },
+    "trinity-mini": {
+        "layers": 32, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn_hidden": 6144, "dense_first": 2,
+        "experts": 128, "topk": 8, "expert_hidden": 1024, "shared_hidden": 1024, "vocab": 200192, "qk_norm": "head",
+        "windows": ["sliding:2048", "sliding:2048", "sliding:2048", "full"], "full_positions": "none", "norms": "both",
+        "attention_gate": "element", "embedding_scale": 2048**0.5,
+        "router": {"score": "sigmoid", "normalize": True, "scale": 2.826},
+    },
+    "granite-3.1-3b-a800m": {
+        "layers": 32, "hidden": 1536, "heads": 24, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 512, "experts": 40, "topk": 8,
+        "expert_hidden": 512, "vocab": 49155, "rope_theta": 1e7, "norm_eps": 1e-6, "tied_embeddings": True,
+        "attention_scale": 0.015625, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 1 / 6,
+    },
+    "hy3": {
+        "layers": 80, "hidden": 4096, "heads": 64, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 13312, "dense_first": 1,
+        "experts": 192, "topk": 8, "expert_hidden": 1536, "shared_hidden": 1536, "vocab": 120832, "rope_theta": 11158840.0,
+        "qk_norm": "head", "router": {"score": "sigmoid", "normalize": True, "scale": 2.826},
+    },
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {

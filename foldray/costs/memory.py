@@ -283,6 +283,10 @@ def block_activations(
     total += _attention(rank, block.attention, n, ATTENTION in again, sliced) - not_kept(rank, block, n, again)
     if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
         total += 5 * n * model.hidden * b + n * fold.tp * INT64
+    if model.norms == "after":  # products take the residual stream itself, and not a norm of it
+        total -= ((ATTENTION not in again) + (not block.dense or FFN not in again)) * n * model.hidden * b
+    if block.after:  # what the norms behind attention and the network take
+        total += ((ATTENTION not in again) + (not block.dense or FFN not in again)) * n * model.hidden * b
     if block.dense:
         total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
     if not block.moe:
@@ -385,6 +389,8 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
     if normed:
         made += queries + (keys_and_values if sliced else spec.keys / fold.tp)
+    if spec.gates:  # what the heads put out before the gate, and its sigmoid
+        made += outputs + spec.gates / fold.tp
     return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations
 
 

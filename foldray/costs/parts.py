@@ -121,6 +121,11 @@ class Parts(ABC):
     def _permuted(self, moved: float) -> Work:
         return Work(COMPUTE, "memory", self.device.passes(moved) / self.device.share["permute"])
 
+    def _changed(self, tokens: range, back: bool, times: int) -> Iterator[Work]:
+        """Yield the work to normalize or multiply what is added to the residual stream."""
+        if times:
+            yield self._memory((2 if back else 1) * times * 2 * self._rows(tokens) * self._width)
+
     def _launch(self, kind: str, back: bool, times: int = 1) -> Work:
         kernels = counts().kernels[kind]
         calls = counts().calls.get(kind, (kernels, 2 * kernels))[back]
@@ -150,6 +155,10 @@ class AttentionParts(Parts):
         if back and "core_attn" in self.job.again:
             yield Work(COMPUTE, "attention", core / 2.5)
             yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
+        factors = self.model.residual_scale != 1
+        yield from self._changed(tokens, back, block.after + factors)
+        if local.gates:
+            yield self._memory((2 if back else 1) * wide * (2 * local.outputs + local.gates) * self.device.bytes)
         if local.sinks:
             yield self._memory(2 * wide * local.outputs * self.device.bytes)
         if fold.cp > 1 and whole:
@@ -268,6 +277,7 @@ class MixtureParts(Parts):
         assert shared
         yield from self._zero3(SHARED, block, back)
         yield self._memory((2 if back else 1) * 3 * n * self._width)  # its output is added to the residual stream
+        yield from self._changed(tokens, back, self.model.residual_scale != 1)
         yield from self._dense(n, shared, back)
         yield self._launch(SHARED, back)
 
@@ -318,6 +328,8 @@ class MixtureParts(Parts):
     def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         yield self._memory((2 if back else 1) * (self.travelling.mean + 3) * self._rows(tokens) * self._width)
         yield self._launch(MERGE, back)
+        assert block
+        yield from self._changed(tokens, back, block.after * (2 if block.moe and block.moe.shared else 1))
         if self.travelling.beside:
             yield self._launch("once_merge", back)
         yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)

@@ -244,6 +244,7 @@ class RankCosts(AttentionParts, MixtureParts):
         yield from self._zero3(FFN, block, back)
         yield from self._normed(n, back)
         yield self._memory((2 if back else 1) * 5 * n * self._width)
+        yield from self._changed(tokens, back, block.after + (self.model.residual_scale != 1))
         yield from self._dense(n, block.dense, back)
         yield self._launch(FFN, back)
 
@@ -275,7 +276,7 @@ def kinds_with_weights(block: BlockSpec) -> tuple[str, ...]:
     """Return the kinds of ops of a block to which its parameters belong."""
     if not block.moe:
         return ATTENTION, FFN
-    return (ATTENTION, ROUTE, *((SHARED,) if block.moe.shared else ()), EXPERT)
+    return (ATTENTION, ROUTE, *((SHARED,) if block.moe.shared else ()), EXPERT, *((MERGE,) if block.after else ()))
 
 
 def pieces_of(cut: tuple[int, ...]) -> list[range]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foldray.blueprint import AttentionSpec, ModelSpec, RopeSpec, ScalingSpec
+from foldray.blueprint import AttentionSpec, GrowthSpec, ModelSpec, RopeSpec, ScalingSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Groups, Pending, gather_sequence, scatter_sequence
 from foldray.kernels import fused
@@ -27,7 +27,7 @@ from foldray.kernels.attention import takes_fused
 from foldray.kernels.autograd import Later, product
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
-from foldray.model.layers import HeadNorms, rms_norm
+from foldray.model.layers import HeadNorms, rms_norm, scaled
 from foldray.model.slices import KVCache, slice_attention
 
 
@@ -96,11 +96,12 @@ def rotate(x_BSND: torch.Tensor, turn: Rotation) -> torch.Tensor:
 class Place:
     """The positions of a slice that this rank holds (its shard), and the keys that queries see, by the name of the window.
 
-    Slices with the same positions may share their rotations.
+    Slices with the same positions may share their rotations. `within_BS` has the positions in documents, if there are any.
     """
 
     position_S: torch.Tensor
     masks: Mapping[str, AttentionMask]
+    within_BS: torch.Tensor | None = None
     rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict, repr=False)
 
     def rotation(self, rope: RopeSpec, dtype: torch.dtype) -> Rotation:
@@ -108,6 +109,23 @@ class Place:
         if (rope, dtype) not in self.rotations:
             self.rotations[rope, dtype] = rotation(self.position_S, rope, dtype)
         return self.rotations[rope, dtype]
+
+    def grown(self, q_BSND: torch.Tensor, growth: GrowthSpec | None) -> torch.Tensor:
+        """Return queries that have grown with their positions."""
+        if growth is None:
+            return q_BSND
+        position_BS = self.position_S[None] if self.within_BS is None else self.within_BS
+        factor_BS = 1 + growth.rate * (position_BS // growth.every).to(torch.float64).log1p()
+        return q_BSND * factor_BS.to(q_BSND.dtype)[..., None, None]
+
+
+class Projected(NamedTuple):
+    """What attention takes, each as [B, heads, S, width]. A gate has a column for each head, or one for each of its outputs."""
+
+    q_BNSD: torch.Tensor
+    k_BGSD: torch.Tensor
+    v_BGSV: torch.Tensor
+    gate_BNSE: torch.Tensor | None = None
 
 
 class Attention(nn.Module, ABC):
@@ -130,7 +148,7 @@ class Attention(nn.Module, ABC):
     ):
         super().__init__()
         self.share, self.tensor, self.ring, self.context = share, groups.tensor, groups.context, context
-        self.later = later or Later()
+        self.later, self.out_scale = later or Later(), model.residual_scale
         self.out = nn.Parameter(torch.empty(share.outputs, model.hidden))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
         self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
@@ -141,13 +159,17 @@ class Attention(nn.Module, ABC):
 
         The call adds keys and values of this slice to the memory of earlier ones. Whole sequences do not use it.
         """
-        q_BNSD, k_BGSD, v_BGSV = self._projected(x_BsH, place)
-        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.masks[self.share.window], memory))
+        q_BNSD, k_BGSD, v_BGSV, gate_BNSE = self._projected(x_BsH, place)
+        return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.masks[self.share.window], memory), gate_BNSE)
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries [B, N, S, D] of a slice, and its keys and values side by side [B, G, S, D + V]."""
-        q_BNSD, *keys_and_values = self._projected(x_BsH, place)
-        return q_BNSD, torch.cat(keys_and_values, dim=-1)
+        """Return the queries of a slice [B, N, S, D + E], and its keys and values side by side [B, G, S, D + V].
+
+        Beside queries are the E columns of a gate, if there is one.
+        """
+        q_BNSD, k_BGSD, v_BGSV, gate_BNSE = self._projected(x_BsH, place)
+        beside = q_BNSD if gate_BNSE is None else torch.cat((q_BNSD, gate_BNSE), dim=-1)
+        return beside, torch.cat((k_BGSD, v_BGSV), dim=-1)
 
     def start_gather(self, block_BGSW: torch.Tensor) -> Pending:
         """Start to gather the keys and values of a slice. Every context-parallel rank must call this."""
@@ -160,8 +182,11 @@ class Attention(nn.Module, ABC):
         memory.put(k_BGTD, v_BGTV, mask)
 
     def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
-        """Compute attention of a slice whose keys and values are stored: [B, N, S, D] → [B, s, H]."""
-        return self._merged(slice_attention(q_BNSD, memory, place.masks[self.share.window], sink_N=self.sinks))
+        """Compute attention of a slice whose keys and values are stored, from what `project` has returned: [B, s, H]."""
+        gate_BNSE = None
+        if self.share.gates:
+            q_BNSD, gate_BNSE = q_BNSD.tensor_split((self.share.key_dim,), dim=-1)
+        return self._merged(slice_attention(q_BNSD, memory, place.masks[self.share.window], sink_N=self.sinks), gate_BNSE)
 
     def start_scatter(self, place: Place, memory: KVCache) -> Pending:
         """Start to send the gradient of a slice's keys and values to the ranks that hold them.
@@ -183,13 +208,16 @@ class Attention(nn.Module, ABC):
         """Make the parameters of queries, keys and values, of the type and on the device of `out`."""
 
     @abstractmethod
-    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each as [B, heads, S, width]."""
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
+        """Return queries, keys, values and a gate."""
 
-    def _merged(self, y_BNSV: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all heads: [B, N, S, V] → [B, s, H]."""
+    def _merged(self, y_BNSV: torch.Tensor, gate_BNSE: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum over all heads, which a gate may weigh: [B, N, S, V] → [B, s, H]."""
+        if gate_BNSE is not None:
+            y_BNSV = y_BNSV * torch.sigmoid(gate_BNSE)
         y_BsH = scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
-        return y_BsH if self.out_bias is None else y_BsH + self.out_bias
+        y_BsH = y_BsH if self.out_bias is None else y_BsH + self.out_bias
+        return scaled(y_BsH, self.out_scale)
 
     def _attend(
         self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, mask: AttentionMask, memory: KVCache | None
@@ -217,7 +245,7 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
 
 
 class HeadAttention(Attention):
-    """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)].
+    """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)], as does a gate.
 
     `qkv_bias` and `norm` are None if the model has none.
     """
@@ -225,13 +253,16 @@ class HeadAttention(Attention):
     def _make(self, model: ModelSpec) -> None:
         share = self.share
         width = share.queries + share.keys + share.values
-        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width))
+        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width + share.gates))
         self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
         self.norm = HeadNorms(share, model.norm_eps, self.tensor) if share.norm != "none" else None
 
-    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x_BSH, share = gather_sequence(x_BsH, self.tensor), self.share
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
+        x_BSH, share, gate_BNSE = gather_sequence(x_BsH, self.tensor), self.share, None
         product_BSW = product(x_BSH, self.qkv, self.later)
+        if share.gates:
+            product_BSW, gate_BSW = product_BSW.tensor_split((product_BSW.shape[-1] - share.gates,), dim=-1)
+            gate_BNSE = _by_head(gate_BSW, share.heads).transpose(1, 2)
         if (split := self._split_rotated(product_BSW, place)) is not None:
             return split
         if self.qkv_bias is not None:
@@ -246,29 +277,28 @@ class HeadAttention(Attention):
         )
         if self.norm is not None:
             q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
+        q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
         if share.rope is not None:
             turn = place.rotation(share.rope, product_BSW.dtype)
             q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
-            q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
             if self.norm is None:  # as a view, the values would keep the whole product alive until backward
                 v_BSGV = v_BSGV.contiguous()
-        return q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2)
+        return Projected(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2), gate_BNSE)
 
-    def _split_rotated(self, product_BSW: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def _split_rotated(self, product_BSW: torch.Tensor, place: Place) -> Projected | None:
         """Do what follows the product in one kernel for GPUs; None if it cannot."""
         share = self.share
         if share.rope is None or share.rope.interleaved or self.norm is not None or share.key_dim != share.value_dim:
             return None
-        if not fused.fits(product_BSW):
+        if share.growth is not None or share.gates or not fused.fits(product_BSW):
             return None
         heads, turn = fused.Heads(share.heads, share.kv_heads, share.key_dim), place.rotation(share.rope, product_BSW.dtype)
         found = fused.split_rotate(product_BSW, self.qkv_bias, turn.cos_SR, turn.sin_SR, heads, share.scale)
-        q_BNSD, k_BGSD, v_BGSV = (part.transpose(1, 2) for part in found)
-        return q_BNSD, k_BGSD, v_BGSV
+        return Projected(*(part.transpose(1, 2) for part in found))
 
     def parts(self) -> Parts:
         widths = {part: width for part, (_, width) in self.share.inputs.items()}
-        biases = columns({f"{part}_bias": width for part, width in widths.items()}, before=())
+        biases = columns({f"{part}_bias": width for part, width in widths.items() if part != "gate"}, before=())
         whole: Parts = {name: [(name, ())] for name in ("out", "out_bias", "sinks")}
         return {"qkv": columns(widths), "qkv_bias": biases, **whole}
 
@@ -285,14 +315,14 @@ class LatentAttention(Attention):
         share = self.share
         assert share.latent
         made, latent, new = share.inputs, share.latent, self.out.new_empty
-        self.latent, self.eps = latent, model.norm_eps
+        self.latent, self.eps = latent, model.latent_norm_eps or model.norm_eps
         self.down = nn.Parameter(new(model.hidden, sum(share.downs.values())))
         self.query = nn.Parameter(new(made["query"][0] or model.hidden, made["query"][1]))
         self.key_value = nn.Parameter(new(*made["key_value"]))
         self.query_norm = nn.Parameter(new(latent.query_rank)) if latent.query_rank else None
         self.key_value_norm = nn.Parameter(new(latent.rank))
 
-    def _projected(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         share = self.share
         assert share.rope
         query_BSR, latent_BSR, turning_BSR = self._narrow(x_BsH, share.rope.dim)
@@ -303,9 +333,9 @@ class LatentAttention(Attention):
         k_BSND, v_BSNV = made_BSNW.split((share.still, share.value_dim), dim=-1)
         turned_BSNR = rotate(turning_BSR.unsqueeze(2), turn).expand(-1, -1, share.heads, -1)
         k_BSND = torch.cat((k_BSND, turned_BSNR), dim=-1)
-        q_BSND = q_BSND if share.scale == 1 else q_BSND * share.scale
+        q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
         # As a view, the values would keep the whole product alive until backward.
-        return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2)
+        return Projected(q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2))
 
     def _narrow(self, x_BsH: torch.Tensor, turning: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return, for the shard, what queries are made from, what keys and values are made from, and the columns that turn."""

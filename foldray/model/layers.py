@@ -111,12 +111,17 @@ def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps
     return (x_BSW.to(dtype) * scale_BS1 * weight_W.to(dtype)).to(x_BSW.dtype)
 
 
-class FeedForward(nn.Module):
-    """A dense feed-forward network: [B, s, H] → [B, s, H]. TP cuts its inner width."""
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return a multiple of x; x itself if it is the same."""
+    return x if factor == 1 else x * factor
 
-    def __init__(self, share: FeedForwardSpec, hidden: int, tensor: Communicator, later: Later | None = None):
+
+class FeedForward(nn.Module):
+    """A dense feed-forward network: [B, s, H] → [B, s, H]. TP cuts its inner width. `scale` is a factor on its output."""
+
+    def __init__(self, share: FeedForwardSpec, hidden: int, tensor: Communicator, later: Later | None = None, scale: float = 1.0):
         super().__init__()
-        self.share, self.tensor, self.later = share, tensor, later or Later()
+        self.share, self.tensor, self.later, self.scale = share, tensor, later or Later(), scale
         self.up = nn.Parameter(torch.empty(hidden, share.width))
         self.down = nn.Parameter(torch.empty(share.inner, hidden))
 
@@ -126,7 +131,7 @@ class FeedForward(nn.Module):
         # One expert with all rows: `expert_ffn` keeps less for backward than autograd does.
         weights, leave = (self.up.unsqueeze(0), self.down.unsqueeze(0)), self.later.leaver(self.up, self.down)
         y_TH = expert_ffn(rows_TH, [len(rows_TH)], *weights, self.share.ffn, "grouped", leave)
-        return scatter_sequence(y_TH.view_as(x_BSH), self.tensor)
+        return scaled(scatter_sequence(y_TH.view_as(x_BSH), self.tensor), self.scale)
 
     def parts(self) -> Parts:
         return {"up": ffn_columns(self.share.activation.inwards, self.share.inner), "down": [("down", ())]}
@@ -135,8 +140,8 @@ class FeedForward(nn.Module):
 class WeighedFeedForward(FeedForward):
     """A feed-forward network whose output each token weighs with the sigmoid of a product (Qwen2-MoE's shared expert)."""
 
-    def __init__(self, share: FeedForwardSpec, hidden: int, tensor: Communicator, later: Later | None = None):
-        super().__init__(share, hidden, tensor, later)
+    def __init__(self, share: FeedForwardSpec, hidden: int, tensor: Communicator, later: Later | None = None, scale: float = 1.0):
+        super().__init__(share, hidden, tensor, later, scale)
         self.output_gate = nn.Parameter(self.up.new_empty(hidden, 1))
 
     def forward(self, x_BsH: Tensor) -> Tensor:

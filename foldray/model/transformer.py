@@ -23,7 +23,7 @@ from foldray.kernels.transfer import to_device
 from foldray.model.attention import ContextMode, HeadAttention, LatentAttention, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
-from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward
+from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward, scaled
 from foldray.model.parts import parts_below
 from foldray.model.slices import KVCache
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
@@ -31,7 +31,7 @@ from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then a pre-norm dense feed-forward network (`ffn`) or MoE layer (`moe`).
+    """Attention, then a dense feed-forward network (`ffn`) or MoE layer (`moe`), with norms before each, after each, or both.
 
     A block that predicts a further token begins with `mtp` (`Transformer.enter`).
 
@@ -50,15 +50,16 @@ class Block(nn.Module):
             return
         if share.mtp:
             self.mtp = MTPModule(model, later)
-        self.attention_norm = Norm(model)
+        before, after = model.norms != "after", model.norms != "before"
+        self.attention_norm, self.ffn_norm = (Norm(model) if before else None for _ in range(2))
+        self.attention_after, self.ffn_after = (Norm(model) if after else None for _ in range(2))
         attention = LatentAttention if share.attention.latent else HeadAttention
         self.attention = attention(share.attention, model, groups, context, later)
-        self.ffn_norm = Norm(model)
         if share.dense:
-            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later)
+            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, model.residual_scale)
         if share.moe:
             inner, network = share.moe.shared, WeighedFeedForward if share.moe.shared_gate else FeedForward
-            shared = network(inner, model.hidden, groups.tensor, later) if inner else None
+            shared = network(inner, model.hidden, groups.tensor, later, model.residual_scale) if inner else None
             if ownership.fold.disjoint:
                 self.moe = TokenHalf(ownership, groups, backend.gate, shared)
             else:
@@ -72,24 +73,36 @@ class Block(nn.Module):
         x_BsH = self.attend(x_BsH, place, memory)
         if not self.is_moe:
             return self.feed(x_BsH), None
-        y_BsH, balance = self.moe(self.ffn_norm(x_BsH))
-        return x_BsH + y_BsH, balance
+        y_BsH, balance = self.moe(_normed(self.ffn_norm, x_BsH))
+        return x_BsH + _normed(self.ffn_after, y_BsH), balance
 
     def attend(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
-        normed_BsH, x_BsH = self.attention_norm.beside(x_BsH)
-        return x_BsH + self.attention(normed_BsH, place, memory)
+        normed_BsH, x_BsH = (x_BsH, x_BsH) if self.attention_norm is None else self.attention_norm.beside(x_BsH)
+        return x_BsH + _normed(self.attention_after, self.attention(normed_BsH, place, memory))
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries of a slice, and its keys and values (`Attention.project`)."""
-        return self.attention.project(self.attention_norm(x_BsH), place)
+        return self.attention.project(_normed(self.attention_norm, x_BsH), place)
+
+    def attend_projected(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
+        """Return what attention of a slice adds to the residual stream (`Attention.attend`)."""
+        return _normed(self.attention_after, self.attention.attend(q_BNSD, place, memory))
 
     def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        normed_BsH, x_BsH = self.ffn_norm.beside(x_BsH)
-        return x_BsH + self.ffn(normed_BsH)
+        normed_BsH, x_BsH = (x_BsH, x_BsH) if self.ffn_norm is None else self.ffn_norm.beside(x_BsH)
+        return x_BsH + _normed(self.ffn_after, self.ffn(normed_BsH))
+
+    def routed(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        """Return what the router and the experts take."""
+        return _normed(self.ffn_norm, x_BsH)
 
     @property
     def is_moe(self) -> bool:
         return hasattr(self, "moe")
+
+
+def _normed(norm: Norm | None, x_BsH: torch.Tensor) -> torch.Tensor:
+    return x_BsH if norm is None else norm(x_BsH)
 
 
 @contextmanager
@@ -206,7 +219,7 @@ class Transformer(nn.Module):
 
     def head_logits(self, x_BsH: torch.Tensor) -> torch.Tensor:
         """Return logits of this rank's vocabulary from outputs of the last block: [B, s, H] → [B, S, V]."""
-        return self._head.logits(self.final_norm(x_BsH))
+        return self._head.logits(self._to_head(x_BsH))
 
     def no_losses(self) -> Losses:
         """Return losses of zero."""
@@ -283,7 +296,11 @@ class Transformer(nn.Module):
             return places
         segment_BL = batch.segment_BL.cpu()  # the host waits for the device, once
         masks = (self._masks(length, part, device, segment_BL) for part in slices)
-        return [replace(place, masks=of_documents) for place, of_documents in zip(places, masks, strict=True)]
+        position_BL = batch.position_BL
+        return [
+            replace(place, masks=of_documents, within_BS=position_BL[:, place.position_S])
+            for place, of_documents in zip(places, masks, strict=True)
+        ]
 
     def place(self, length: int, part: range, device: torch.device) -> Place:
         """Return this rank's positions of one slice of sequences of a length, and the keys that they see."""
@@ -303,7 +320,7 @@ class Transformer(nn.Module):
 
     def embed(self, batch: Batch, place: Place) -> torch.Tensor:
         """Return embeddings of this rank's piece of a slice: [B, s, H]."""
-        x_BsH = self.embedding.embed(batch.token_BL[:, place.position_S])
+        x_BsH = self._embedded(batch.token_BL[:, place.position_S])
         if self.spec.positions == "learned":
             s = x_BsH.shape[1]
             x_BsH = x_BsH + self.positions.weight[batch.position_BL[:, place.position_S[self.layout.tp_rank * s :][:s]]]
@@ -319,7 +336,10 @@ class Transformer(nn.Module):
             return x_BsH
         assert token_BL is not None
         position_S = (place.position_S + depth).clamp_max(token_BL.shape[1] - 1)
-        return block.mtp(self._norm(depth - 1)(x_BsH), self.embedding.embed(token_BL[:, position_S]))
+        return block.mtp(self._norm(depth - 1)(x_BsH), self._embedded(token_BL[:, position_S]))
+
+    def _embedded(self, token_BS: torch.Tensor) -> torch.Tensor:
+        return scaled(self.embedding.embed(token_BS), self.spec.embedding_scale)
 
     def depth(self, layer: int) -> int | None:
         """Return how many tokens after the next one the head behind a block predicts; None if there is no head."""
@@ -334,9 +354,13 @@ class Transformer(nn.Module):
         # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
         position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
         target_BS = batch.target(depth)[:, position_S]
-        language = self._head.loss(self._norm(depth)(x_BsH), target_BS)
+        language = self._head.loss(self._to_head(x_BsH, depth), target_BS)
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         return language, language.detach().double() * (self.layout.tp_rank == 0)
+
+    def _to_head(self, x_BsH: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        """Return what the head multiplies. The factor on logits is there, because they are wider."""
+        return scaled(self._norm(depth)(x_BsH), self.spec.logit_scale)
 
     def _norm(self, depth: int) -> Norm:
         return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm

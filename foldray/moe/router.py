@@ -225,6 +225,8 @@ class Router(nn.Module):
             count_BE = _count(expert_TK, sequences, experts)
             score_BE = _by_sequence(scores(logits_TE, self.spec), sequences).sum(1)
             z = logits_TE.logsumexp(-1).square().sum()
+        if self.model.residual_scale != 1:
+            weight_TK = weight_TK * self.model.residual_scale
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, piece.before)
         dropped = count_BE.new_zeros(()) if keep_TK is None else (~keep_TK).sum()
         tally = Tally(count_BE, score_BE, z, dropped, competed_BE)

@@ -38,6 +38,11 @@ def _check_own(value: str) -> None:
         raise UserError("", value, "must name an object in a module", [OWN])
 
 
+def _check_family(value: str) -> None:
+    if not (IMPORTABLE.fullmatch(value) or re.fullmatch("[a-z][a-z0-9_]*", value)):
+        raise UserError("", value, "must be a family's name in config.json, or name an object in a module", ["MODEL_TYPE", OWN])
+
+
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 Degree = Annotated[int, Field(ge=1, le=MOST_PIECES)]
@@ -57,6 +62,7 @@ OrderName = Annotated[str, among((*KINDS, OWN), order_kind)]
 OverlapName = Annotated[str, among((AUTO.name, *KINDS, OWN), overlap_kind)]
 OwnRow = Annotated[str, among((OWN,), _check_own)]
 """An object in a module of the user's."""
+FamilyName = Annotated[str, among(("MODEL_TYPE", OWN), _check_family)]
 OwnRows = Annotated[tuple[OwnRow, ...], Field(max_length=64)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A name that is also a part of a path."""

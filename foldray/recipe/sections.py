@@ -9,9 +9,9 @@ from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, model_va
 from foldray.blueprint import Strict
 from foldray.recipe.bounds import (
     Beta,
+    FamilyName,
     Label,
     Length,
-    OwnRow,
     OwnRows,
     Seed,
     SequenceCount,
@@ -290,9 +290,11 @@ class ExportSpec(Strict):
     Training does not depend on these keys. `foldray generate` stops where they say that an answer ends.
     """
 
-    family: OwnRow | None = None
-    """`module:NAME` of a `trainers.hugging_face.family.Family`, if the model is of a family in
-    transformers that foldray does not know. `training.weights` are read by it, too."""
+    family: FamilyName | None = None
+    """Family of the model in transformers, by its name in `config.json`, such as `dots1`, where
+    several have all that the model has. Null is the first of them. Or `module:NAME` of a
+    `trainers.hugging_face.family.Family`, if foldray does not know the family. `training.weights`
+    are read by it, too."""
     max_positions: Length | None = None
     """Longest sequence of the model in tokens (`max_position_embeddings`). The export says
     `data.seq_len` if that is longer, or if this is null. With YaRN it says how far

@@ -32,10 +32,12 @@ class _Bypass(NamedTuple):
 
     Args:
         residual_BsH: the residual stream, with the output of the shared expert once that has run.
+        shared_BsH: that output by itself, if a norm follows the sum of all experts.
     """
 
     weight_TK: torch.Tensor
     residual_BsH: torch.Tensor
+    shared_BsH: torch.Tensor | None = None
 
 
 class _Aside(NamedTuple):
@@ -141,7 +143,7 @@ class MicroBatch:
         if self.graph.gathers:
             block.attention.store(self._arrived(op, GATHER), place, memory)
             q_BNSD, residual_BsH = self._asides.pop(_part(op))
-            (y_BsH,), _ = self.graphs.compute(op, lambda q: Computed([block.attention.attend(q, place, memory)]), q_BNSD)
+            (y_BsH,), _ = self.graphs.compute(op, lambda q: Computed([block.attend_projected(q, place, memory)]), q_BNSD)
             z_BsH = residual_BsH + y_BsH
         else:
             x_BsH = self.inputs[op.layer].take(self._tokens(op))
@@ -198,12 +200,20 @@ class MicroBatch:
 
     def merge_forward(self, op: Op) -> None:
         layer, part = self._layer(op), _part(op)
-        sent, (weight_TK, residual_BsH) = self._sent[part], self._bypasses.pop(part)
+        sent, (weight_TK, residual_BsH, shared_BsH) = self._sent[part], self._bypasses.pop(part)
         # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router. If the weights have
         # travelled with the rows, the layer does not need them here, and this gradient is zero.
-        by_hand, plain = layer.sums_by_hand(sent), lambda *given: Computed([layer.combine_postprocess(given[0], sent, given[1])])
-        compute = ComputesByHand(by_hand) if by_hand else plain
-        (y_TH,), _ = self.graphs.compute(op, compute, self._arrived(op, COMBINE), weight_TK)
+        by_hand, norm = layer.sums_by_hand(sent), self.model.block(op.layer).ffn_after
+
+        def plain(y_NH: torch.Tensor, weight_TK: torch.Tensor, *shared_BsH: torch.Tensor) -> Computed:
+            y_TH = layer.combine_postprocess(y_NH, sent, weight_TK)
+            if norm is None:
+                return Computed([y_TH])
+            return Computed([norm(sum(shared_BsH, y_TH.to(residual_BsH.dtype).view_as(residual_BsH)))])
+
+        compute = ComputesByHand(by_hand) if by_hand and norm is None else plain
+        beside = [] if shared_BsH is None else [shared_BsH]
+        (y_TH,), _ = self.graphs.compute(op, compute, self._arrived(op, COMBINE), weight_TK, *beside)
         self._pass_on(op, residual_BsH + y_TH.to(residual_BsH.dtype).view_as(residual_BsH))
         if not self.training:
             del self._sent[part], self._received[part]
@@ -227,8 +237,10 @@ class MicroBatch:
 
     def merge_backward(self, op: Op) -> None:
         residual_BsH = self._output_gradient(op)
-        rows_NH, weight_TK = self.graphs.differentiate(op, [residual_BsH.flatten(0, 1)])
-        self._bypasses[_part(op)] = _Bypass(weight_TK, residual_BsH)
+        followed = self.model.block(op.layer).ffn_after is not None
+        gradient = residual_BsH if followed else residual_BsH.flatten(0, 1)
+        rows_NH, weight_TK, *shared_BsH = self.graphs.differentiate(op, [gradient])
+        self._bypasses[_part(op)] = _Bypass(weight_TK, residual_BsH, *shared_BsH)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
 
     def combine_backward(self, op: Op) -> None:
@@ -246,7 +258,7 @@ class MicroBatch:
         (self._normed[_part(op)],) = self.graphs.differentiate(op, [self._past_gradient(op)])
 
     def route_backward(self, op: Op) -> None:
-        weight_TK, residual_BsH = self._bypasses.pop(_part(op))
+        weight_TK, residual_BsH, _ = self._bypasses.pop(_part(op))
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         self._route_back(op, [*rows, weight_TK], residual_BsH)
 
@@ -313,7 +325,7 @@ class MicroBatch:
         position_s = self.model.positions_of(self.batch, self._tokens(op))
 
         def route(z_BsH: torch.Tensor, *sums: torch.Tensor) -> Computed:
-            h_BsH = block.ffn_norm(z_BsH)
+            h_BsH = block.routed(z_BsH)
             h_TH, earlier = h_BsH.flatten(0, 1), Tally(*sums) if sums else None
             routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, earlier, position_s))
             leaving, kept = rows_of(h_TH, routing)
@@ -347,12 +359,15 @@ class MicroBatch:
 
     def _add_past(self, op: Op, y_BsH: torch.Tensor) -> None:
         """Add the output of the shared expert to the residual stream that goes past the experts."""
-        part = _part(op)
-        self._bypasses[part] = self._bypasses[part]._replace(residual_BsH=self._bypasses[part].residual_BsH + y_BsH)
+        bypass = self._bypasses[_part(op)]
+        followed = self.model.block(op.layer).ffn_after is not None
+        change = {"shared_BsH": y_BsH} if followed else {"residual_BsH": bypass.residual_BsH + y_BsH}
+        self._bypasses[_part(op)] = bypass._replace(**change)
 
     def _past_gradient(self, op: Op) -> torch.Tensor:
-        """Return the gradient of what goes past the experts. It stays for the router."""
-        return self._bypasses[_part(op)].residual_BsH
+        """Return the gradient of the shared expert's output. What goes past the experts stays for the router."""
+        bypass = self._bypasses[_part(op)]
+        return bypass.residual_BsH if bypass.shared_BsH is None else bypass.shared_BsH
 
     @property
     def _given(self) -> list[torch.Tensor]:

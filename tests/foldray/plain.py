@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from foldray.blueprint import RopeScaling
 from foldray.recipe import Recipe
 
 Weights = dict[str, Tensor]
@@ -108,37 +109,41 @@ class Plain:
 
     def _logits(self, token_L: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> list[Tensor]:
         """Return the logits of the next token and of each further one."""
-        x_LH = self.weights["embedding.weight"][token_L]
+        x_LH = self.weights["embedding.weight"][token_L] * self.model.embedding_scale
         if self.model.positions == "learned":
             x_LH = x_LH + self.weights["positions.weight"][[i - self._start(i, segment_L) for i in range(len(token_L))]]
         for layer in range(self.model.layers):
             x_LH = self._block(layer, layer, x_LH, segment_L, routers)
         head = "embedding.weight" if self.model.tied_embeddings else "head.weight"
         x_LH = self._norm("final_norm", x_LH)
-        logits = [x_LH @ self.weights[head].T]
+        logits = [x_LH @ self.weights[head].T * self.model.logit_scale]
         for depth in range(1, self.model.mtp_depth + 1):
             layer = self.model.layers + depth - 1
             name = f"blocks.{layer}.mtp"
             later_L = torch.cat([token_L[depth:], token_L[-1:].expand(min(depth, len(token_L)))])[: len(token_L)]
-            e_LH = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][later_L])
+            e_LH = self._norm(f"{name}.embedding_norm", self.weights["embedding.weight"][later_L] * self.model.embedding_scale)
             both_LI = torch.cat([e_LH, self._norm(f"{name}.hidden_norm", x_LH)], dim=1)
             x_LH = self._block(layer, self.model.layers - 1, both_LI @ self.weights[f"{name}.projection"], segment_L, routers)
             x_LH = self._norm(f"{name}.final_norm", x_LH)
-            logits.append(x_LH @ self.weights[head].T)
+            logits.append(x_LH @ self.weights[head].T * self.model.logit_scale)
         return logits
 
     def _block(self, layer: int, like: int, x_LH: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> Tensor:
         """Return the output of a block that has the window of block `like`."""
         name = f"blocks.{layer}"
-        x_LH = x_LH + self._attention(name, like, self._norm(f"{name}.attention_norm", x_LH), segment_L)
+        y_LH = self._attention(name, like, self._norm(f"{name}.attention_norm", x_LH), segment_L)
+        x_LH = x_LH + self._norm(f"{name}.attention_after", y_LH * self.model.residual_scale)
         h_LH = self._norm(f"{name}.ffn_norm", x_LH)
         if layer not in routers:
-            return x_LH + self._feed_forward(f"{name}.ffn", h_LH)
-        y_LH, router = self._mixture(name, layer, h_LH)
-        routers[layer].append(router)
-        return x_LH + y_LH
+            y_LH = self._feed_forward(f"{name}.ffn", h_LH)
+        else:
+            y_LH, router = self._mixture(name, layer, h_LH)
+            routers[layer].append(router)
+        return x_LH + self._norm(f"{name}.ffn_after", y_LH * self.model.residual_scale)
 
     def _norm(self, name: str, x_LH: Tensor) -> Tensor:
+        if f"{name}.weight" not in self.weights:  # the model has no norm there
+            return x_LH
         weight_H = self.weights[f"{name}.weight"]
         if self.model.norm == "rmsnorm":
             return x_LH / torch.sqrt(x_LH.square().mean(-1, keepdim=True) + self.model.norm_eps) * weight_H
@@ -155,18 +160,25 @@ class Plain:
             group = 1
         else:
             query_LN, key_LN, value_LN = (self._headed(name, part, x_LH) for part in ("query", "key", "value"))
-        seen_LL = self._seen(length, layer, segment_L)
+        seen_LL, window = self._seen(length, layer, segment_L), model.windows[layer % len(model.windows)]
+        if model.query_growth:
+            within_L = [i - self._start(i, segment_L) for i in range(length)]
+            factors = [1 + model.query_growth * math.log(1 + i // model.query_growth_positions) for i in within_L]
+            query_LN = query_LN * torch.tensor(factors, dtype=torch.float64)[:, None]
         for head in range(model.heads):
             shared = head // group
-            q = self._turned(query_LN[:, head * key_dim : (head + 1) * key_dim])
-            k = self._turned(key_LN[:, shared * key_dim : (shared + 1) * key_dim])
+            q = self._turned(query_LN[:, head * key_dim : (head + 1) * key_dim], window)
+            k = self._turned(key_LN[:, shared * key_dim : (shared + 1) * key_dim], window)
             v = value_LN[:, shared * value_dim : (shared + 1) * value_dim]
-            score_LL = (q @ k.T / math.sqrt(key_dim) * self._scale()).masked_fill(~seen_LL, -math.inf)
+            score_LL = (q @ k.T * self._scale(window)).masked_fill(~seen_LL, -math.inf)
             if model.attention_sinks:
                 sink = self.weights[f"{name}.attention.sinks"][head].expand(length, 1)
                 outs.append(torch.cat((score_LL, sink), dim=1).softmax(-1)[:, :-1] @ v)
             else:
                 outs.append(score_LL.softmax(-1) @ v)
+        if model.attention_gate != "none":
+            gate_LN = torch.sigmoid(x_LH @ self.weights[f"{name}.attention.gate"])
+            outs = [out * gate for out, gate in zip(outs, gate_LN.chunk(model.heads, dim=1), strict=True)]
         y_LH = torch.cat(outs, dim=1) @ self.weights[f"{name}.attention.out"]
         return y_LH + self.weights[f"{name}.attention.out_bias"] if model.attention_bias == "all" else y_LH
 
@@ -196,17 +208,18 @@ class Plain:
         """Return the position at which a token's document begins."""
         return 0 if segment_L is None else segment_L.tolist().index(int(segment_L[i]))
 
-    def _turned(self, x_LD: Tensor) -> Tensor:
+    def _turned(self, x_LD: Tensor, window: str) -> Tensor:
         """Apply rotary positions: rotate pairs of columns as complex numbers."""
-        if self.model.positions != "rope":
+        if self.model.positions != "rope" or (window == "full" and self.model.full_positions == "none"):
             return x_LD
         half, columns = (self.model.rope_dim or x_LD.shape[1]) // 2, list(x_LD.unbind(1))
-        first, scaling = x_LD.shape[1] - 2 * half if self.model.latent_rank else 0, self.model.rope_scaling
+        first, scaling = x_LD.shape[1] - 2 * half if self.model.latent_rank else 0, self._scaling(window)
+        theta = self.model.rope_theta if window == "full" else self.model.window_rope_theta or self.model.rope_theta
         place = torch.arange(len(x_LD), dtype=torch.float64)
         length = torch.ones_like(place)
         for i in range(half):
             a, b = (2 * i, 2 * i + 1) if self.model.rope_pairs == "interleaved" else (i, i + half)
-            rate = self.model.rope_theta ** (-i / half)
+            rate = theta ** (-i / half)
             if scaling:
                 rate = rate / scaling.factor + (rate - rate / scaling.factor) * self._unstretched(i, half)
                 length = torch.full_like(length, 0.1 * math.log(scaling.factor) + 1)
@@ -225,10 +238,17 @@ class Plain:
         often, seldom = max(math.floor(often), 0), min(math.ceil(seldom), 2 * pairs - 1)
         return 1 - min(1.0, max(0.0, (pair - often) / (seldom - often or 1e-3)))
 
-    def _scale(self) -> float:
-        """Return DeepSeek's factor on scores."""
-        scaling = self.model.rope_scaling
-        return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2 if scaling and scaling.mscale_all_dim else 1.0
+    def _scaling(self, window: str) -> RopeScaling | None:
+        """Return how the rotary positions of blocks with a window are scaled."""
+        model = self.model
+        own = model.full_positions == "none" if window == "full" else model.window_rope_theta is not None
+        return None if own else model.rope_scaling
+
+    def _scale(self, window: str) -> float:
+        """Return the factor on scores, with DeepSeek's own."""
+        scaling, scale = self._scaling(window), self.model.attention_scale or 1 / math.sqrt(self.model.head_dim)
+        return scale * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2 if (
+            scaling and scaling.mscale_all_dim) else scale  # fmt: skip
 
     def _latent(self, name: str, x_LH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of all heads, side by side, of latent attention."""
@@ -237,10 +257,10 @@ class Plain:
         rank, turning, value = model.latent_rank, model.rope_dim or 0, model.value_dim or model.head_dim
         narrow_LR = x_LH
         if model.latent_query_rank:
-            narrow_LR = self._unit(x_LH @ own["query_down"]) * own["norm.query"]
+            narrow_LR = self._unit(x_LH @ own["query_down"], model.latent_norm_eps) * own["norm.query"]
         query_LN = narrow_LR @ own["query"]
         down_LR = x_LH @ own["key_value_down"]
-        made_LN = (self._unit(down_LR[:, :rank]) * own["norm.key_value"]) @ own["key_value"]
+        made_LN = (self._unit(down_LR[:, :rank], model.latent_norm_eps) * own["norm.key_value"]) @ own["key_value"]
         keys, values = [], []
         for head_LW in made_LN.chunk(model.heads, dim=1):
             keys += [head_LW[:, : model.head_dim - turning], down_LR[:, rank:]]
@@ -248,8 +268,8 @@ class Plain:
         assert values[0].shape[1] == value
         return query_LN, torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
-    def _unit(self, x: Tensor) -> Tensor:
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + self.model.norm_eps)
+    def _unit(self, x: Tensor, eps: float | None = None) -> Tensor:
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + (eps or self.model.norm_eps))
 
     def _feed_forward(self, name: str, x: Tensor) -> Tensor:
         if self.model.ffn == "gelu":

@@ -52,9 +52,11 @@ def _drops_the_improbable(recipe: Recipe) -> bool:
 def _repeats(recipe: Recipe) -> bool:
     """Whether equal tokens at two positions may have the same hidden state, because they see the same tokens before them.
 
-    With all tokens in mask, only a sequence that begins with equal tokens has such positions; `parity.sample` makes none.
+    Without positions, that is so where both see the same tokens equally often. With positions and all tokens in mask, only a
+    sequence that begins with equal tokens has such positions; `parity.sample` makes none.
     """
-    return recipe.model.positions == "rope" and any(window != "full" for window in recipe.model.windows)
+    model = recipe.model
+    return model.full_positions == "none" or (model.positions == "rope" and any(window != "full" for window in model.windows))
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 60) -> Case:
@@ -168,7 +170,8 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
     more: dict[str, Any] = {"rope_scaling": chance.choice([None, None, stretched, scaled])}
     if latent:
         more |= {"latent_rank": 10, "latent_query_rank": chance.choice([0, 6]), "kv_heads": heads, "rope_dim": 2}
-        more |= {"qk_norm": "none", "attention_bias": "none", "positions": "rope"}
+        more |= {"qk_norm": "none", "attention_bias": "none", "positions": "rope", "attention_gate": "none"}
+        more |= {"full_positions": "rope", "window_rope_theta": None, "latent_norm_eps": chance.choice([None, 1e-2])}
     return {
         "shared_gate": shared > 0 and chance.random() < 0.5,
         "attention_sinks": chance.random() < 0.3, "expert_bias": chance.random() < 0.3,
@@ -186,7 +189,18 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
         "positions": chance.choice(["rope", "rope", "learned"]), "max_positions": 32,
         "ffn": chance.choice(["gated_silu", "gelu", "gated_clamped"]), "tied_embeddings": chance.random() < 0.3,
         "mtp_depth": chance.choice([0, 0, 1, 2]), "mtp_weight": chance.choice([0.3, 1.0]),
-        "init_std": 0.3, "router": router, **more,
+        "init_std": 0.3, "router": router, **_newer(chance), **more,
+    }  # fmt: skip
+
+
+def _newer(chance: random.Random) -> dict[str, Any]:
+    """Return gates, norms behind, factors, and positions by window."""
+    return {
+        "attention_gate": chance.choice(["none", "none", "head", "element"]), "norms": chance.choice(["before", "after", "both"]),
+        "full_positions": chance.choice(["rope", "rope", "none"]), "window_rope_theta": chance.choice([None, None, 50.0]),
+        "attention_scale": chance.choice([None, None, 0.3]), "embedding_scale": chance.choice([1.0, 3.0]),
+        "residual_scale": chance.choice([1.0, 1.0, 0.4]), "logit_scale": chance.choice([1.0, 0.5]),
+        "query_growth": chance.choice([0.0, 0.0, 0.3]), "query_growth_positions": chance.choice([3, 8]),
     }  # fmt: skip
 
 

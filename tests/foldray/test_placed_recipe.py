@@ -63,6 +63,7 @@ BAD: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
     (BOTH, {"schedule": {"alive": 0}}, "schedule.alive=0: must be greater than or equal to 1"),
     (BOTH, {"moe": {"backend": "tutel"}}, "moe.backend=tutel: Tutel's kernels"),
     (BOTH, {"model": {"preset": "tiny", "router": {"capacity_factor": 1.0, "pad": True}}}, "model.router.pad=true"),
+    (BOTH, {"model": {"preset": "tiny", "norms": "both"}}, "model.norms=both: must be before if the experts have workers"),
     ({**BOTH, "expert_pp": 2}, {"fold": {"ep": 1}, "model": {"preset": "tiny", "layers": 1}}, "placement.expert_pp=2: makes 2"),
     ({**BOTH, "expert_nodes": "gpu"}, {}, "placement.expert_nodes=gpu: must be a node's label"),
     ({**BOTH, "expert_nodes": "a=b=c"}, {}, "placement.expert_nodes=a=b=c: must be a node's label"),

@@ -184,6 +184,15 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
         "more than 1",
     ),
     ("model.topk=9", "model.topk", "must be at most experts=8"),
+    ("model.latent_norm_eps=1e-6", "model.latent_norm_eps", "needs latent_rank; legal: null"),
+    (
+        "model={preset: tiny-gpt, full_positions: none}",
+        "model.full_positions",
+        "needs positions=rope, and no latent_rank; legal: rope",
+    ),
+    ("model={preset: tiny-gpt, window_rope_theta: 50}", "model.window_rope_theta", "needs positions=rope"),
+    ("model={preset: deepseek-v2-lite, attention_gate: head}", "model.attention_gate", "does not go with latent_rank"),
+    ("export.family=Dots 1", "export.family", "must be a family's name in config.json"),
     ("model.rope_scaling={factor: 2}", "model.rope_scaling.original_positions", "must be given with kind=yarn"),
     ("model.rope_scaling={kind: llama3, factor: 2, original_positions: 64}", "model.rope_scaling.beta_fast", "must be given"),
     (

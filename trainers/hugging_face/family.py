@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from foldray.blueprint import ModelSpec, RopeScaling, RouterSpec
-from trainers.hugging_face.names import Block, Tensor, attention, further
+from trainers.hugging_face.names import NORMS, Block, Tensor, attention, further
 
 Need = tuple[str, bool, Iterable[Any]]
 """A key of `model`, whether the model has what a family has, and the values that the family has."""
@@ -30,7 +30,10 @@ class Family(NamedTuple):
         model_more: further keys of `model` for a `config.json`, with all defaults of transformers in it.
         others: further names in `config.json` for the same models.
         dense: whether its models have no experts, and their networks become experts (`dense.py`).
-        ahead: how names of tensors begin that predict further tokens in a way that foldray does not have.
+        ahead: how names of tensors begin of parts that foldray does not have, such as further tokens in another way, or images.
+        called: parts of names that the family calls otherwise, by what `names.py` calls them.
+        inside: keys of `config.json` that lead to the part of a model for several media that foldray has: its text model. Such a
+            folder is read, and its text model leaves as one of the family that has no other media.
     """
 
     model_type: str
@@ -45,6 +48,8 @@ class Family(NamedTuple):
     others: tuple[str, ...] = ()
     dense: bool = False
     ahead: tuple[str, ...] = ()
+    called: Mapping[str, str] = {}
+    inside: tuple[str, ...] = ()
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
@@ -58,7 +63,9 @@ class Family(NamedTuple):
         equal = {theirs: value_at(model, ours) for ours, theirs in {**_KEYS, **self.keys}.items() if theirs}
         if _COEFFICIENT in equal:
             equal[_COEFFICIENT] /= _shares(model)
-        return {**equal, **_FIXED, **self.fixed, **rope_config(model), **self.config_more(model)}
+        found = {**equal, **_FIXED, **self.fixed, **rope_config(model), **self.config_more(model)}
+        by_type = "full_attention" in found["rope_parameters"]  # which versions of transformers before 5 cannot read
+        return {key: value for key, value in found.items() if not (by_type and key in ("rope_theta", "rope_scaling"))}
 
     def model(self, config: Values) -> Values:
         """Return the keys of `model` for a `config.json` with all defaults of transformers in it.
@@ -93,14 +100,21 @@ class Family(NamedTuple):
         return given * _shares(model), f"{key}={given} in config.json · {share}, as transformers sums"
 
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
+        for tensor in self._tensors(model):
+            name = tensor.name
+            for ours, theirs in self.called.items():
+                name = name.replace(ours, theirs)
+            yield tensor._replace(name=name)
+
+    def _tensors(self, model: ModelSpec) -> Iterator[Tensor]:
         yield Tensor("model.embed_tokens.weight", "embedding.weight")
         for layer in model.all_layers:
             theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
             if layer >= model.layers:
                 yield from further(theirs, f"{ours}.mtp")
-            yield Tensor(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
+            for norm, name in NORMS[model.norms].items():
+                yield Tensor(f"{theirs}.{name}.weight", f"{ours}.{norm}.weight")
             yield from attention(model, f"{theirs}.self_attn", f"{ours}.attention")
-            yield Tensor(f"{theirs}.post_attention_layernorm.weight", f"{ours}.ffn_norm.weight")
             yield from self.block(model, layer)
         yield Tensor("model.norm.weight", "final_norm.weight")
         if not model.tied_embeddings:
@@ -119,6 +133,14 @@ class Family(NamedTuple):
         if model.tied_embeddings:
             yield Tensor("lm_head.weight", "embedding.weight")
 
+
+# What many rows of the table have in common.
+TOPK = {"topk": "num_experts_per_tok", "experts": "num_experts", "expert_hidden": "moe_intermediate_size"}
+BALANCED = {"router.balance_loss": "router_aux_loss_coef"}
+SOFTMAX, SIGMOID = {"router.score": ["softmax"]}, {"router.score": ["sigmoid"]}
+NO_DENSE = {"dense_first": [0], "moe_every": [1]}
+BY_SCORES: Values = SIGMOID | {"router.selection_bias": [False, True], "router.scale": None}
+"""The router of DeepSeek-V3, without its groups of experts."""
 
 _KEYS = {
     "vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -143,9 +165,12 @@ _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 # These say how transformers trains a model, and not what it computes.
 _OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_noise"}
 _ONLY: dict[str, Sequence[Any]] = {
-    "norm": ["rmsnorm"], "positions": ["rope"], "ffn": ["gated_silu"], "router.scale": [1.0], "router.groups": [1],
-    "router.selection_bias": [False], "router.logit_bias": [False], "expert_bias": [False], "attention_sinks": [False],
-    "shared_gate": [False], "mtp_depth": [0], "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
+    "norm": ["rmsnorm"], "norms": ["before"], "attention_gate": ["none"], "positions": ["rope"], "ffn": ["gated_silu"],
+    "router.scale": [1.0], "router.groups": [1], "router.selection_bias": [False], "router.logit_bias": [False],
+    "expert_bias": [False], "attention_sinks": [False],
+    "query_growth": [0.0], "full_positions": ["rope"], "window_rope_theta": [None], "attention_scale": [None],
+    "embedding_scale": [1.0], "residual_scale": [1.0], "logit_scale": [1.0], "shared_gate": [False], "mtp_depth": [0],
+    "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
 }  # fmt: skip
 
 
@@ -207,8 +232,24 @@ def rope_config(model: ModelSpec) -> Values:
     }  # fmt: skip
 
 
+def rope_by_type(model: ModelSpec) -> Values:
+    """Return the key of `config.json` for rotary positions, by the type of a block (`layer_types`)."""
+    full = rope_config(model)["rope_parameters"]
+    other = full if model.window_rope_theta is None else {"rope_type": "default", "rope_theta": model.window_rope_theta}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": other}}
+
+
 def _rope_model(config: Values) -> Values:
-    rope, width, scaling = config["rope_parameters"], config["head_dim"], None
+    if "full_attention" in (rope := config["rope_parameters"]):
+        full, sliding = rope["full_attention"], rope["sliding_attention"]
+        found = _rope_model({**config, "rope_parameters": full})
+        if sliding == full:
+            return found
+        other = _rope_model({**config, "rope_parameters": sliding})
+        if other["rope_scaling"] or other["rope_dim"] != found["rope_dim"]:
+            raise ValueError(f"says rope_parameters={rope}, and foldray reads another rope_theta of sliding blocks only")
+        return {**found, "window_rope_theta": other["rope_theta"]}
+    width, scaling = config["head_dim"], None
     if (kind := rope.get("rope_type", "default")) not in ("default", *_SCALED):
         legal = ", ".join(["default", *_SCALED])
         raise ValueError(f"says rope_parameters={rope}, and foldray reads the rope_types {legal} only")
@@ -249,6 +290,22 @@ def dense_layers(model: ModelSpec) -> list[int]:
     return [layer for layer in range(model.layers) if not model.is_moe(layer)]
 
 
+def mlp_types(model: ModelSpec) -> Values:
+    """Return the key of `config.json` that says which blocks are dense."""
+    return {"mlp_layer_types": ["sparse" if model.is_moe(layer) else "dense" for layer in range(model.layers)]}
+
+
+def blocks_of_types(config: Values) -> Values:
+    """Return the keys of `model` that say which blocks are dense, from `mlp_layer_types`."""
+    return dense_blocks(config, lambda layer: config["mlp_layer_types"][layer] == "sparse")
+
+
+def step_blocks(config: Values) -> Values:
+    """Return the keys of `model` that say which blocks are dense, from a step and a list of dense blocks."""
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
+    return dense_blocks(config, lambda layer: layer not in dense and (layer + 1) % step == 0)
+
+
 def windows_of(model: ModelSpec) -> list[str]:
     """Return the window of every block."""
     return [model.block(layer).attention.window for layer in range(model.layers)]
@@ -270,6 +327,11 @@ def one_sliding_width(model: ModelSpec) -> Need:
     sliding = {window for window in model.windows if window != "full"}
     holds = len(sliding) <= 1 and all(window.startswith("sliding:") for window in sliding)
     return "windows", holds, ["full", "sliding:TOKENS of one width"]
+
+
+def full_without_positions(model: ModelSpec) -> Need:
+    """Return the need of families whose blocks without a window know no positions."""
+    return "full_positions", model.full_positions == "none" or "full" not in model.windows, ["none"]
 
 
 def layer_types(model: ModelSpec) -> Values:
@@ -295,6 +357,32 @@ def model_window(config: Values) -> Values:
     return {"windows": [f"sliding:{window}" if window else "full"]}
 
 
+def shares_experts(model: ModelSpec) -> Need:
+    """Return the need of families whose shared expert is as wide as several experts."""
+    several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
+    return "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
+
+
+def shared_experts(config: Values, key: str = "n_shared_experts") -> Values:
+    """Return the key of `model` for a shared expert that is as wide as several experts."""
+    return {"shared_hidden": (config[key] or 0) * config["moe_intermediate_size"]}
+
+
+def expert_groups(model: ModelSpec) -> Values:
+    """Return the keys of `config.json` for groups of experts."""
+    return {"n_group": model.router.groups, "topk_group": model.router.topk_groups}
+
+
+def normalized(model: ModelSpec) -> Values:
+    """Return the key of `config.json` that says whether the weights of a token's experts sum to 1."""
+    return {"norm_topk_prob": weighs_to_one(model)}
+
+
+def before_topk(config: Values) -> Values:
+    """Return the router of families whose softmax runs over all experts."""
+    return {"router.softmax": "before_topk", "router.normalize": config["norm_topk_prob"]}
+
+
 def computed(model: ModelSpec) -> Values:
     """Return what a model computes by keys of `model`, the same for all ways to write it in a recipe."""
     unused = {"preset", "init_std", "router", "moe_every", "max_positions", "mtp_depth", "mtp_weight"}
@@ -303,7 +391,10 @@ def computed(model: ModelSpec) -> Values:
     return model.model_dump(exclude=unused) | {
         "router.score": model.router.score, "router.scale": model.router.scale, "router.groups": model.router.groups,
         "router.topk_groups": model.router.topk_groups,
-        "value_dim": model.value_dim or model.head_dim, "rope_dim": model.rope_dim or model.head_dim,
+        "full_positions": model.full_positions if "full" in windows_of(model) else "rope",
+        "attention_scale": model.attention_scale or model.head_dim**-0.5,
+        "latent_norm_eps": model.latent_norm_eps or model.norm_eps, "value_dim": model.value_dim or model.head_dim,
+        "rope_dim": model.rope_dim or model.head_dim,
         "windows": windows_of(model), "dense_first": dense_layers(model), "router.normalize": weighs_to_one(model),
         "router.selection_bias": model.router.score == "sigmoid" or model.router.selection_bias,
     }  # fmt: skip

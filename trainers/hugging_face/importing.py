@@ -15,7 +15,7 @@ from foldray.files import writing
 from foldray.recipe import Recipe
 from trainers.data.tokenizers import load_tokenizer
 from trainers.hugging_face.dense import upcycled
-from trainers.hugging_face.families import own_family
+from trainers.hugging_face.families import named_family
 from trainers.hugging_face.weights import Weights
 
 _LENGTH = 2048  # tokens of a sequence, if the model takes so many
@@ -40,13 +40,13 @@ def import_hf(
     """Write a recipe whose training starts from the weights of a folder, and return 0.
 
     Args:
-        family: the user's own family of the folder's model (`export.family`).
+        family: the family of the folder's model, if it is the user's own (`export.family`).
     """
     if os.path.lexists(path):
         raise UserError("RECIPE", str(path), "exists already; give the name of a new file")
     if path.suffix not in (".yaml", ".yml"):
         raise UserError("RECIPE", str(path), "must end in .yaml")
-    weights = Weights.at(folder, "DIR", own_family(family))
+    weights = Weights.at(folder, "DIR", named_family(family))
     weights.format()  # a folder that is quantized in another way is refused for that, and not for a tensor's name
     longest = int(weights.config().get("max_position_embeddings") or _LENGTH)
     given: dict[str, Any] = {
@@ -63,6 +63,9 @@ def import_hf(
     except UserError as error:
         raise weights.refused(f"its config.json means a recipe that is refused ({error})") from None
     weights.check(recipe.model)
+    if family is None and (named := weights.named(recipe.model)):
+        given["export"]["family"] = named
+        recipe = Recipe.parse(given)
     _check_tokenizer(recipe.data.tokenizer, named=tokenizer is not None)
     with writing("RECIPE", str(path)):
         path.write_text(yaml.safe_dump(given, sort_keys=False))
@@ -114,7 +117,8 @@ def _check_tokenizer(name: str, named: bool) -> None:
 
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int, origin: str) -> str:
     is_own = recipe.data.tokenizer == str(weights.folder)
-    further = [f"  left out    {left_out} tensors of blocks that predict further tokens"] if left_out else []
+    rest = "take other media than text" if weights.within else "predict further tokens"
+    further = [f"  left out    {left_out} tensors of parts that {rest}"] if left_out else []
     if depth := recipe.model.mtp_depth:
         further.append(f"  mtp_depth   {depth}: training predicts further tokens, as the folder's model does; 0 leaves this out")
     if quantized := weights.quantized(recipe.model):

@@ -55,6 +55,8 @@ class Tensor(NamedTuple):
         tensor[self.place or (0,) * self.axes or ...] = parameter.T if self.turned else parameter
 
 
+SCORE_BIAS = Tensor("gate.e_score_correction_bias", "")
+"""The selection bias of most families; `mlp` completes both names."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 Block = Callable[[ModelSpec, int], Iterator[Tensor]]
 """The tensors of a block's feed-forward part."""
@@ -83,8 +85,21 @@ def attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
             yield Tensor(f"{theirs}.{letter}_proj.bias", f"{ours}.{part}_bias")
         if letter in "qk" and model.qk_norm != "none":
             yield Tensor(f"{theirs}.{letter}_norm.weight", f"{ours}.norm.{part}")
+    if model.attention_gate != "none":
+        yield Tensor(f"{theirs}.gate_proj.weight", f"{ours}.gate", True)
     if model.attention_sinks:
         yield Tensor(f"{theirs}.sinks", f"{ours}.sinks")
+
+
+NORMS = {
+    "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "after": {"attention_after": "post_attention_layernorm", "ffn_after": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm", "attention_after": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm", "ffn_after": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+"""Names of a block's norms, by where they are and by foldray's names."""
 
 
 def further(theirs: str, ours: str) -> Iterator[Tensor]:
@@ -101,7 +116,14 @@ def network(theirs: str, ours: str, matrices: Sequence[str] = _MATRICES) -> Iter
         yield Tensor(f"{theirs}.{matrix}.weight", f"{ours}.{part}", True)
 
 
-def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp", matrices: Sequence[str] = _MATRICES) -> Block:
+def mlp(
+    shared: str | None = None,
+    bias: Tensor | None = None,
+    part: str = "mlp",
+    matrices: Sequence[str] = _MATRICES,
+    router: str = "gate",
+    stack: bool = False,
+) -> Block:
     """Return the tensors of a block as most families have them.
 
     Args:
@@ -109,6 +131,8 @@ def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp"
         bias: the selection bias; its names are relative to the block's network.
         part: name of the block's network.
         matrices: names of an expert's matrices.
+        router: name of the router in the block's network.
+        stack: whether tensors have all experts (`together`).
     """
 
     def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
@@ -116,14 +140,16 @@ def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp"
         if not model.is_moe(layer):
             yield from network(theirs, f"{ours}.ffn")
             return
-        yield Tensor(f"{theirs}.gate.weight", f"{ours}.moe.router.weight", True)
+        yield Tensor(f"{theirs}.{router}.weight", f"{ours}.moe.router.weight", True)
         if bias:
             yield bias._replace(name=f"{theirs}.{bias.name}", ours=f"{ours}.moe.router.bias", keeps=True)
         if shared and model.shared_hidden:
             yield from network(f"{theirs}.{shared}", f"{ours}.moe.shared")
         if model.shared_gate:
             yield Tensor(f"{theirs}.{shared}_gate.weight", f"{ours}.moe.shared.output_gate", True)
-        for expert in range(model.experts):
+        if stack:
+            yield from together(model, f"{theirs}.experts", f"{ours}.moe.experts", "gate_up_proj", "down_proj")
+        for expert in range(0 if stack else model.experts):
             yield from network(f"{theirs}.experts.{expert}", f"{ours}.moe.experts.{expert}", matrices)
 
     return tensors
@@ -132,6 +158,53 @@ def mlp(shared: str | None = None, bias: Tensor | None = None, part: str = "mlp"
 def sparse_moe(bias: Tensor | None = None) -> Block:
     """Return the tensors of a block as Mixtral has them."""
     return mlp(bias=bias, part="block_sparse_moe", matrices=("w1", "w3", "w2"))
+
+
+def together(model: ModelSpec, theirs: str, ours: str, inwards: str, out: str) -> Iterator[Tensor]:
+    """Yield the tensors of a block's experts where those of all experts are one, with the rows of gate before those of up.
+
+    Args:
+        inwards, out: names of the products.
+    """
+    count, hidden, inner = model.experts, model.hidden, model.expert_hidden
+    for expert in range(count):
+        for part, rows in (("gate", slice(0, inner)), ("up", slice(inner, None))):
+            shape = (count, 2 * inner, hidden)
+            yield Tensor(f"{theirs}.{inwards}", f"{ours}.{expert}.{part}", True, place=(expert, rows), shape=shape)
+        yield Tensor(f"{theirs}.{out}", f"{ours}.{expert}.down", True, place=(expert,), shape=(count, hidden, inner))
+
+
+def granite(inwards: str, out: str, router: str) -> Block:
+    """Return the tensors of a block as Granite has them. The shared expert's gate and up are one, too."""
+
+    def tensors(model: ModelSpec, layer: int) -> Iterator[Tensor]:
+        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}.moe"
+        yield Tensor(f"{theirs}.block_sparse_moe.{router}.weight", f"{ours}.router.weight", True)
+        yield from together(model, f"{theirs}.block_sparse_moe", f"{ours}.experts", inwards, out)
+        if width := model.shared_hidden:
+            shared, shape = f"{theirs}.shared_mlp", (2 * width, model.hidden)
+            for part, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
+                yield Tensor(f"{shared}.input_linear.weight", f"{ours}.shared.{part}", True, place=(rows,), shape=shape)
+            yield Tensor(f"{shared}.output_linear.weight", f"{ours}.shared.down", True)
+
+    return tensors
+
+
+def columns_together(model: ModelSpec, layer: int) -> Iterator[Tensor]:
+    """Yield the tensors of a block as Qwen3-VL has them: those of all experts are one, with the columns of gate before those of
+    up."""
+    if not model.is_moe(layer):
+        yield from mlp()(model, layer)
+        return
+    theirs, ours, count = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe", model.experts
+    hidden, inner = model.hidden, model.expert_hidden
+    yield Tensor(f"{theirs}.gate.weight", f"{ours}.router.weight", True)
+    for expert in range(count):
+        for part, columns in (("gate", slice(0, inner)), ("up", slice(inner, None))):
+            place, shape = (expert, slice(None), columns), (count, hidden, 2 * inner)
+            yield Tensor(f"{theirs}.experts.gate_up_proj", f"{ours}.experts.{expert}.{part}", place=place, shape=shape)
+        shape = (count, inner, hidden)
+        yield Tensor(f"{theirs}.experts.down_proj", f"{ours}.experts.{expert}.down", place=(expert,), shape=shape)
 
 
 def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:

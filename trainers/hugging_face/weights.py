@@ -20,7 +20,7 @@ from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
-from trainers.hugging_face.families import FAMILIES, family_of, own_family, tensors_of
+from trainers.hugging_face.families import FAMILIES, WITHIN, family_of, named_family, tensors_of
 from trainers.hugging_face.family import Family, computed
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
@@ -44,7 +44,7 @@ class Weights:
     Args:
         field: what a user calls the folder.
         files: by the name of a tensor, the file that holds it.
-        own: the user's own family of the folder's model (`export.family`).
+        own: the family of the folder's model, if the recipe names it (`export.family`).
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Weights:
     def of(cls, recipe: Recipe) -> Weights:
         """Find the tensors from which a recipe's training starts (`training.weights`)."""
         assert recipe.training.weights is not None
-        return cls.at(recipe.training.weights, "training.weights", own_family(recipe.export.family))
+        return cls.at(recipe.training.weights, "training.weights", named_family(recipe.export.family))
 
     @classmethod
     def at(cls, folder: str, field: str, own: Family | None = None) -> Weights:
@@ -104,7 +104,10 @@ class Weights:
             config = type(AutoConfig.for_model(family.model_type)).from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # transformers raises exceptions of many types
             raise self.refused(f"its {_CONFIG} cannot be read ({' '.join(str(error).split())[:160]})") from None
-        values = config.to_dict()
+        tied = {"tie_word_embeddings": getattr(config, "tie_word_embeddings", False)}
+        for key in family.inside:
+            config = getattr(config, key)
+        values = config.to_dict() | (tied if family.inside else {})
         return family, values | {alias: values[name] for alias, name in config.attribute_map.items() if name in values}
 
     def model(self) -> dict[str, Any]:
@@ -116,8 +119,15 @@ class Weights:
             raise self.refused(f"its {_CONFIG} {error}") from None
         # transformers writes no blocks of multi-token prediction, whatever the configuration says.
         layers, configured = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        if "mtp_depth" not in family.only:  # then they are left out
+            return model
         depth = sum(f"model.layers.{layers + block}.eh_proj.weight" in self.files for block in range(configured))
         return model | ({"mtp_depth": depth} if depth else {})
+
+    @property
+    def within(self) -> bool:
+        """Whether the folder's model takes other media, too, and only its text model is read."""
+        return bool(self._family and self._family.inside)
 
     @property
     def dense(self) -> str | None:
@@ -132,7 +142,7 @@ class Weights:
 
     @property
     def _families(self) -> Sequence[Family]:
-        return (*FAMILIES, *DENSE) if self.own is None else (self.own,)
+        return (*FAMILIES, *WITHIN, *DENSE) if self.own is None else (self.own,)
 
     def kept(self) -> dict[str, Any]:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.
@@ -219,7 +229,7 @@ class Weights:
         return sum(form.parts(name, self.files) != (name,) for name in names)
 
     def left_out(self, model: ModelSpec) -> list[str]:
-        """Return the tensors that predict further tokens, and that the model has not."""
+        """Return the tensors of parts that the model has not: for further tokens, or for other media than text."""
         family, config = self._described()
         depth = config.get("num_nextn_predict_layers") or 0
         blocks = [f"model.layers.{model.layers + block}." for block in range(model.mtp_depth, depth)]
@@ -233,15 +243,19 @@ class Weights:
     def refused(self, rule: str, legal: Any = None) -> UserError:
         return UserError(self.field, str(self.folder), rule, legal)
 
+    def named(self, model: ModelSpec) -> str | None:
+        """Return the name of the folder's family, if an export would take another one that has the model as well."""
+        family = self._owner(model)
+        return family.model_type if family in FAMILIES and family_of(model) is not family else None
+
     def _owner(self, model: ModelSpec) -> Family:
         """Return the family that has both the folder's model and this one."""
         theirs = self._family
         if theirs and theirs.dense:
             return theirs
-        family = family_of(model, self.own)
-        if theirs is not family:
-            raise self.refused(f"has a {theirs and theirs.architecture}, and the recipe's model is a {family.architecture}")
-        return family
+        if theirs and not theirs.misses(model):
+            return theirs
+        raise self.refused(f"has a {theirs and theirs.architecture}, and the recipe's model is a {family_of(model).architecture}")
 
     def _check_tensors(self, family: Family, model: ModelSpec) -> None:
         shapes = {row.name: tuple(row.shape) for row in parameter_table(model)}

@@ -26,7 +26,7 @@ from foldray.files import writing
 from foldray.recipe import Recipe
 from trainers.checkpoints.stored import METADATA, Stored
 from trainers.folders import DamagedFile
-from trainers.hugging_face.families import family_of, own_family, tensors_of
+from trainers.hugging_face.families import family_of, named_family, tensors_of
 from trainers.hugging_face.family import Family
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.names import Tensor
@@ -59,7 +59,7 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
     trained = Trained.at(run, trust=trust)
     recipe, console = trained.recipe, Console(stderr=True)
-    family = family_of(recipe.model, own_family(recipe.export.family))
+    family = family_of(recipe.model, named_family(recipe.export.family))
     wanted = getattr(torch, dtype or recipe.precision)
     with writing("DIR", str(folder)), _new_folder(folder) as written, trained.opened() as stored:
         exported = _write(stored, recipe, family, wanted, written, console)
@@ -75,7 +75,7 @@ def _told(exported: Exported, run: str) -> str:
         "",
         f"  class       {exported.architecture}",
         f"  parameters  {exported.parameters:,} in {exported.dtype}, {exported.bytes / 2**20:,.1f} MiB in {files}",
-        f'  load it     transformers.AutoModelForCausalLM.from_pretrained("{exported.folder}")',
+        f'  load it     transformers.{exported.architecture}.from_pretrained("{exported.folder}")',
     ])  # fmt: skip
 
 

@@ -170,6 +170,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "latent without queries, sinks": {"latent_rank": 48, "rope_dim": 4, "kv_heads": 8, "attention_sinks": True},
     "sinks, biases of experts": {"attention_sinks": True, "expert_bias": True, "ffn": "gated_clamped"},
     "further tokens": {"mtp_depth": 2},
+    "norms behind, a gate by column": {"norms": "both", "attention_gate": "element", "shared_hidden": 128},
+    "norms behind alone, a gate by head, no positions": {
+        "norms": "after",
+        "attention_gate": "head",
+        "moe_every": 2,
+        "full_positions": "none",
+    },
+    "factors, growing queries": {
+        "residual_scale": 0.3,
+        "embedding_scale": 2.0,
+        "query_growth": 0.2,
+        "query_growth_positions": 8,
+        "attention_scale": 0.2,
+    },
     "further tokens, dense, layernorm": {"mtp_depth": 1, "moe_every": 2, "norm": "layernorm"},
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }

@@ -168,6 +168,7 @@ def test_masked_documents_do_not_see_each_other() -> None:
     [
         (16, {"positions": "learned", "max_positions": 16, "norm": "layernorm"}),
         (16, {"windows": ["chunked:3"]}),
+        (16, {"windows": ["sliding:4", "full"], "full_positions": "none", "query_growth": 0.5, "query_growth_positions": 2}),
         (300, {"windows": ["sliding:2", "chunked:4"]}),
         (300, {"positions": "learned", "max_positions": 300, "windows": ["chunked:7"]}),
     ],

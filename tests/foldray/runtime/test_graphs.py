@@ -110,6 +110,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": {"windows": ["sliding:5", "full"]},
     "sinks and biases": {"attention_sinks": True, "attention_bias": "all", "shared_gate": True},
     "further tokens": {"mtp_depth": 1},
+    "gates, norms behind, factors": {
+        "attention_gate": "head", "norms": "both", "residual_scale": 0.4, "embedding_scale": 3.0, "query_growth": 0.3,
+        "query_growth_positions": 4,
+    },
     "tied, layernorm, learned": {
         "tied_embeddings": True, "norm": "layernorm", "ffn": "gelu", "positions": "learned", "max_positions": 64, "kv_heads": 8,
     },

@@ -1,4 +1,4 @@
-"""A family of transformers that is no row of foldray's table, as a user would add it."""
+"""A family of transformers as a user would add it. foldray's own table has a row for the same models."""
 
 from __future__ import annotations
 

@@ -132,6 +132,56 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": _DEEPSEEK["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
         "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
     },
+    "glm-4.7-flash": _DEEPSEEK | {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "first_k_dense_replace": 1, "hidden_size": 2048,
+        "intermediate_size": 10240, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "num_attention_heads": 20,
+        "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256, "vocab_size": 154880,
+    },
+    "dots.llm1": _PLAIN | {
+        "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1, "hidden_size": 4096,
+        "intermediate_size": 10944, "max_position_embeddings": 32768, "max_window_layers": 62, "model_type": "dots1",
+        "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 62, "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "sliding_window": None, "vocab_size": 152064,
+    },
+    "solar-open-100b": _PLAIN | {
+        "architectures": ["SolarOpenForCausalLM"], "first_k_dense_replace": 0, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 10240, "max_position_embeddings": 131072, "model_type": "solar_open",
+        "moe_intermediate_size": 1280, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"}, "vocab_size": 196608,
+    },
+    "hy3": _PLAIN | {
+        "architectures": ["HYV3ForCausalLM"], "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 13312, "max_position_embeddings": 262144, "model_type": "hy_v3", "moe_intermediate_size": 1536,
+        "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8, "num_hidden_layers": 80,
+        "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"}, "router_scaling_factor": 2.826,
+        "vocab_size": 120832,
+    },
+    "trinity-mini": _PLAIN | {
+        "architectures": ["AfmoeForCausalLM"], "global_attn_every_n_layers": 4, "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 6144, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention",
+        "full_attention"] * 8, "max_position_embeddings": 131072, "model_type": "afmoe", "moe_intermediate_size": 1024,
+        "mup_enabled": True, "n_group": 1, "num_attention_heads": 32, "num_dense_layers": 2, "num_expert_groups": 1,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "num_limited_groups": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+        "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048, "topk_group": 1,
+        "use_grouped_mm": True, "vocab_size": 200192,
+    },
+    "granite-3.1-3b-a800m": _PLAIN | {
+        "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0, "hidden_size": 1536, "intermediate_size": 512, "logits_scaling": 6.0,
+        "max_position_embeddings": 131072, "model_type": "granitemoe", "num_attention_heads": 24, "num_experts_per_tok": 8,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 40, "output_router_logits": False,
+        "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000.0,
+        "router_aux_loss_coef": 0.0, "tie_word_embeddings": True, "vocab_size": 49155,
+    },
     "llama-3.2-1b": _DENSE | {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_size": 2048,
         "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
@@ -183,6 +233,8 @@ def small(name: str) -> dict[str, Any]:
     found = config | {key: size for key, size in _SMALL.items() if config.get(key) is not None}
     found["num_key_value_heads"] = 4 if config["num_key_value_heads"] == config["num_attention_heads"] else 2
     found |= {key: [*config[key][:3]] for key in ("layer_types", "attn_type_list") if key in config}
+    if config.get("first_k_dense_replace") == 0:
+        found["first_k_dense_replace"] = 0
     return found | ({"n_group": 4, "topk_group": 2} if config.get("n_group", 1) > 1 else {})
 
 
@@ -295,11 +347,34 @@ moe mlp.experts.down_proj_bias E H
     "deepseek_v2": _ENDS + _LATENT + "all self_attn.q_proj.weight Q H" + _MLP + _EXPERTS + _SHARED,
     "deepseek_v3": _ENDS + _LATENT + _NARROW_QUERIES + _MLP + _EXPERTS + _SHARED + _SCORES + _NEXT,
     "kimi_k2": _ENDS + _LATENT + _NARROW_QUERIES + _MLP + _EXPERTS + _SHARED + _SCORES,
+    "glm4_moe_lite": _ENDS + _LATENT + _NARROW_QUERIES + _MLP + _EXPERTS + _SHARED + _SCORES + _NEXT,
+    "dots1": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS + _SHARED + _SCORES,
+    "solar_open": _ENDS + _ATTENTION + _EXPERTS + _SHARED + _SCORES,
+    "hy_v3": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS.replace("mlp.gate", "mlp.router.gate")
+    + _SHARED.replace("shared_experts", "shared_mlp") + """
+moe mlp.expert_bias E
+next enorm.weight H
+next hnorm.weight H
+next eh_proj.weight H 2H
+next final_layernorm.weight H
+""",
+    "afmoe": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS.replace("mlp.gate", "mlp.router.gate") + _SHARED + """
+moe mlp.expert_bias E
+all self_attn.gate_proj.weight Q H
+all pre_mlp_layernorm.weight H
+all post_mlp_layernorm.weight H
+""",
+    "granitemoe": _ENDS.replace("- lm_head.weight V H", "") + _ATTENTION + """
+moe block_sparse_moe.router.layer.weight E H
+moe block_sparse_moe.input_linear.weight E 2I H
+moe block_sparse_moe.output_linear.weight E H I
+""",
     "llama": _ENDS + _ATTENTION + _MLP + _OLD,
     "mistral": _ENDS + _ATTENTION + _MLP,
     "qwen2": _ENDS.replace("- lm_head.weight V H", "") + _ATTENTION + _BIASES + _MLP,
     "qwen3": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP,
 }  # fmt: skip
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # These have the values of another tensor, if they are there.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 
@@ -323,13 +398,14 @@ def written(folder: Path, name: str) -> dict[str, Any]:
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     head, heads, latent = config.get("head_dim", 12), 4, "kv_lora_rank" in config
-    first = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
+    firsts = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    first = next((config[key] for key in firsts if key in config), 0)
     blocks = {"all": [0, 1, 2], "dense": [*range(first)], "moe": [*range(first, 3)], "next": [3]}
     if config.get("num_nextn_predict_layers") and "moe_k" not in config:
         blocks |= {"all": [0, 1, 2, 3], "moe": [*blocks["moe"], 3]}
     if not any(key in config for key in ("num_experts_per_tok", "moe_k")):
         blocks |= {"dense": [0, 1, 2]}
-    shared = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0
+    shared = next((config[key] for key in _SHARED_COUNTS if config.get(key)), 0)
     size = {
         "V": 320, "H": 48, "2H": 96, "D": head, "Q": heads * (18 if latent else head), "K": config["num_key_value_heads"] * head,
         "E": 8, "I": 40, "2I": 80, "M": 24, "S": config.get("shared_expert_intermediate_size", 24 * shared), "A": 12, "C": 20,

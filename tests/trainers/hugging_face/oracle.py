@@ -6,6 +6,7 @@ there, so that results can be compared to the last digits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foldray.blueprint import ModelSpec
 from foldray.comm import Groups
 from foldray.recipe import Recipe
 from foldray.runtime import Engine
 from tests.foldray.parity import engine_of
-from trainers.hugging_face.families import family_of, tensors_of
+from trainers.hugging_face.families import family_of, named_family, tensors_of
 from trainers.worker.engines import read_weights
 
 transformers = pytest.importorskip("transformers")
@@ -55,11 +55,52 @@ DEEPSEEK: dict[str, Any] = SIZES | {
 DEEPSEEK2 = DEEPSEEK | {"topk_method": "group_limited_greedy", "rope_parameters": YARN}
 DEEPSEEK3 = DEEPSEEK | {"num_mtp_layers": 0, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}
 GPT_OSS = MIXTRAL | {"head_dim": 12, "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}}
+DOTS = GLM | {
+    "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+HY = {
+    key: value for key, value in GLM.items() if key not in ("n_routed_experts", "n_shared_experts", "routed_scaling_factor")
+} | {"num_experts": 4, "num_shared_experts": 2, "router_scaling_factor": 2.5}  # fmt: skip
+SOLAR = {key: value for key, value in GLM.items() if key not in ("intermediate_size", "first_k_dense_replace")} | {
+    "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+GLM_LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXAONE = {key: value for key, value in HY.items() if key != "router_scaling_factor"} | SLIDING | {
+    "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "n_group": 2, "topk_group": 1, "mlp_layer_types": None,
+}  # fmt: skip
+FLINT = QWEN | SLIDING | {"shared_expert_intermediate_size": 24, "head_dim": 12}
+MELLUM = {key: value for key, value in QWEN.items() if key != "mlp_only_layers"} | SLIDING | {
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "head_dim": 12,
+    "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    },
+}  # fmt: skip
+GRANITE = MIXTRAL | {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 2.5,
+}  # fmt: skip
+GRANITE_SWA = GRANITE | SLIDING | {
+    "shared_intermediate_size": 24, "num_hidden_layers": 3, "layer_rope_theta": [90.0, 0, 90.0],
+}  # fmt: skip
+MISTRAL = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group")} | {
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.3,
+                               "original_max_position_embeddings": 4},
+}  # fmt: skip
+TRINITY = {key: value for key, value in HY.items() if key not in ("router_scaling_factor", "first_k_dense_replace")} | SLIDING | {
+    "num_hidden_layers": 3, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True,
+}  # fmt: skip
+FLEX = OLMOE | {"pad_token_id": None, "eos_token_id": None}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
     ("Qwen2Moe", QWEN2), ("Qwen3Moe", QWEN | {"head_dim": 20}), ("Olmoe", OLMOE), ("MiniMaxM2", MINIMAX),
     ("Ernie4_5_Moe", ERNIE), ("DeepseekV2", DEEPSEEK2), ("DeepseekV3", DEEPSEEK3),
-    ("GptOss", GPT_OSS),
+    ("GptOss", GPT_OSS), ("Dots1", DOTS), ("HYV3", HY), ("SolarOpen", SOLAR), ("Glm4MoeLite", GLM_LITE),
+    ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
+    ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
+    ("Mistral4", MISTRAL), ("Afmoe", TRINITY), ("FlexOlmo", FLEX),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -79,6 +120,24 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1,
     }),
     ("GptOss", GPT_OSS | {"attention_bias": False, "layer_types": ["full_attention"] * 2, "num_experts_per_tok": 1}),
+    ("Dots1", GLM | {"attention_bias": True, "sliding_window": None, "norm_topk_prob": False, "layer_types": None}),
+    ("HYV3", HY | {"attention_bias": True, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
+    ("SolarOpen", SOLAR | {"attention_bias": False, "n_group": 2, "topk_group": 1, "norm_topk_prob": False}),
+    ("Glm4MoeLite", GLM_LITE | {
+        "rms_norm_eps": 1e-6, "q_lora_rank": None, "rope_interleave": False, "mlp_layer_types": ["sparse"] * 3,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+    }),
+    ("ExaoneMoe", EXAONE | {"layer_types": ["full_attention"] * 3, "n_group": 1, "norm_topk_prob": False}),
+    ("Mistral4", MISTRAL | {
+        "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "first_k_dense_replace": 0,
+        "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 3},
+    }),
+    ("Afmoe", TRINITY | {"mup_enabled": False, "attention_bias": True, "num_dense_layers": 0, "tie_word_embeddings": True}),
+    ("FlexOlmo", FLEX | {"attention_bias": True, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    ("Flint", FLINT | {"mlp_only_layers": [], "norm_topk_prob": False, "attention_bias": True}),
+    ("Mellum", MELLUM | {"rope_parameters": None, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3}),
+    ("GraniteMoe", GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("GraniteMoeSWA", GRANITE_SWA | {"shared_intermediate_size": 0, "layer_rope_theta": [90.0, 500.0, 90.0]}),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
@@ -103,16 +162,21 @@ def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> A
 def loaded(folder: Path) -> Any:
     """Load a model of transformers, with plain attention, experts one by one, and rotary tables that `widened` takes."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    made = getattr(transformers, name).from_pretrained(folder, **plain).eval()
     made.double()  # ERNIE keeps its routers in float32
     for tensor in made.state_dict(keep_vars=True).values():
         tensor.data = tensor.data.clone()  # weights lie in the file at any place, and some processors' last bits depend on it
     for module in made.modules():
+        own = {"default": getattr(module, "compute_default_rope_parameters", None), **ROPE_INIT_FUNCTIONS}
         if hasattr(module, "inv_freq"):
             with widened():
-                kind = made.config.rope_parameters["rope_type"]
-                own = {"default": getattr(module, "compute_default_rope_parameters", None), **ROPE_INIT_FUNCTIONS}
-                module.inv_freq = own[kind](made.config)[0]
+                config = getattr(module, "config", made.config)
+                module.inv_freq = own[config.rope_parameters["rope_type"]](config)[0]
+        for kind in getattr(module, "layer_types", []) if own["default"] else []:
+            with widened():
+                rates = own[made.config.rope_parameters[kind]["rope_type"]](made.config, layer_type=kind)[0]
+            setattr(module, f"{kind}_inv_freq", rates)
     return made
 
 
@@ -123,7 +187,12 @@ def widened() -> Iterator[None]:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(Tensor, "float", Tensor.double)
-        yield
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def mean_loss(made: Any, text_BL: Tensor) -> Tensor:
@@ -133,7 +202,7 @@ def mean_loss(made: Any, text_BL: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), text_BL[:, 1:].flatten())
 
 
-def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = False) -> dict[str, Tensor]:
+def by_our_names(made: Any, recipe: Recipe, folder: Path, gradients: bool = False) -> dict[str, Tensor]:
     """Return the weights of a model of transformers, or their gradients, by foldray's names.
 
     Args:
@@ -150,7 +219,8 @@ def by_our_names(made: Any, model: ModelSpec, folder: Path, gradients: bool = Fa
         for parameter, value in zip(made.parameters(), kept, strict=True):
             parameter.data = value
     found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    tensors = [each for each in tensors_of(family_of(model), model) if not (gradients and each.keeps)]
+    family = family_of(recipe.model, named_family(recipe.export.family))
+    tensors = [each for each in tensors_of(family, recipe.model) if not (gradients and each.keeps)]
     return {each.ours: each.taken(found[each.name]) for each in tensors}
 
 

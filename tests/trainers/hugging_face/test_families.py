@@ -60,7 +60,7 @@ def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]
     mean_loss(theirs, text_BL).backward()
     logits_BLV = engine.model.logits(text_BL[:, :-1])
     torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), text_BL[:, 1:].flatten()).backward()
-    slopes = by_our_names(theirs, recipe.model, tmp_path / "slopes", gradients=True)
+    slopes = by_our_names(theirs, recipe, tmp_path / "slopes", gradients=True)
     for local, parameter in engine.model.named_parameters():
         assert parameter.grad is not None
         for name, index in engine.model.global_parts[local]:
@@ -76,7 +76,7 @@ def test_logits_in_single_precision(tmp_path: Path, family: str, sizes: dict[str
     saved(tmp_path / "hub", family, sizes).float().save_pretrained(tmp_path / "hub32")
     recipe = imported(tmp_path / "hub32", tmp_path / "recipe.yaml", precision="float32")
     engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
-    theirs = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub32", dtype=torch.float32).eval()
+    theirs = getattr(oracle.transformers, f"{family}ForCausalLM").from_pretrained(tmp_path / "hub32", dtype=torch.float32).eval()
     logits_BLV = engine.model.logits(text_BL)
     assert logits_BLV.dtype == torch.float32
     expected = theirs(text_BL).logits
@@ -141,7 +141,7 @@ def test_a_step_under_every_fold(
     optimizer = torch.optim.SGD(theirs.parameters(), lr=1.0)
     mean_loss(theirs, sample(0, BATCH, LENGTH + 1, recipe.model.vocab)).backward()
     optimizer.step()
-    expected = by_our_names(theirs, recipe.model, tmp_path / "after")
+    expected = by_our_names(theirs, recipe, tmp_path / "after")
     held = ranks(workers).run(trained, recipe)
     assert {key.removeprefix("model/") for each in held for key in each} >= expected.keys()
     for each in held:
@@ -161,7 +161,7 @@ def test_a_step_with_a_balance_loss(tmp_path: Path) -> None:
         balance = theirs(text_BL[:, :-1], output_router_logits=True).aux_loss
     (mean_loss(theirs, text_BL) + 0.5 * balance).backward()
     optimizer.step()
-    expected = by_our_names(theirs, recipe.model, tmp_path / "after")
+    expected = by_our_names(theirs, recipe, tmp_path / "after")
     found = trained(0, recipe)
     for key, tensor in expected.items():
         torch.testing.assert_close(found[f"model/{key}"][0], tensor, atol=1e-9, rtol=1e-9, msg=key)
@@ -204,24 +204,29 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
     theirs = saved(tmp_path / "hub", family, sizes)
     recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml")
     engine, layer = filled(recipe, groups := Groups.create(recipe.placed_fold)), recipe.model.layers - 1
-    network, router = theirs.model.layers[layer].mlp, engine.model.block(layer).moe.router
+    block, router = theirs.model.layers[layer], engine.model.block(layer).moe.router
+    network = getattr(block, "mlp", None) or block.block_sparse_moe
     gate = getattr(network, "gate", None) or network.router
     with torch.no_grad():
-        gate.weight[-1] = gate.weight[-2]
+        matrix = gate.gate.weight if family == "Afmoe" else gate.weight
+        matrix[-1] = matrix[-2]
         router.weight[:, -1] = router.weight[:, -2]
         bias = getattr(network, "e_score_correction_bias", getattr(gate, "e_score_correction_bias", getattr(gate, "bias", None)))
         if family == "Ernie4_5_Moe":
             bias = gate.moe_statics.e_score_correction_bias[0]
+        if family == "Afmoe":
+            bias = network.expert_bias
         for each in (bias, router.bias, router.logit_bias):
             if each is not None:
                 each[-1] = each[-2]
     x_TH = torch.randn(10_000, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with widened(), torch.no_grad():
-        _, weight_TK, expert_TK = gate(x_TH, bias) if family == "MiniMaxM2" else gate(x_TH)
+        _, weight_TK, expert_TK = gate(x_TH[None], bias) if family in ("MiniMaxM2", "HYV3", "Afmoe") else gate(x_TH)
     ours = router(x_TH, TokenPiece(1))
+    expected_TK = weight_TK * recipe.model.residual_scale  # which transformers multiplies later
     order, own = expert_TK.argsort(-1), ours.expert_TK.argsort(-1)
     assert torch.equal(ours.expert_TK.gather(-1, own), expert_TK.gather(-1, order))
-    torch.testing.assert_close(ours.weight_TK.gather(-1, own), weight_TK.gather(-1, order), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(ours.weight_TK.gather(-1, own), expected_TK.gather(-1, order), atol=1e-12, rtol=1e-12)
     assert (ours.expert_TK >= recipe.model.experts - 2).any()
     groups.close()
 

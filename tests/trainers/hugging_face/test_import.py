@@ -127,8 +127,8 @@ def test_a_model_as_hubs_have_it(tmp_path: Path, capsys: pytest.CaptureFixture, 
     given = yaml.safe_load(path.read_text())
     assert told["balance_loss"] == (0.01 if dense else 0.001 if name == "deepseek-v2-lite" else 0.0)
     assert given["model"]["router"]["balance_loss"] == told["balance_loss"]
-    assert told["left_out"] == (12 if name.startswith("ernie") else 0)
-    assert told["mtp_depth"] == (name in ("glm-4.5-air", "deepseek-v3"))
+    assert told["left_out"] == {"ernie-4.5-21b-a3b": 12, "hy3": 8 + 1 + 1 + 3 + 3 * 8 + 4}.get(name, 0)
+    assert told["mtp_depth"] == (name in ("glm-4.5-air", "deepseek-v3", "glm-4.7-flash"))
     recipe = Recipe.parse({**given, "engine": {"kind": "torch"}, "precision": "float64", "moe": {"experts": "loop"}})
     engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
     if name == "kimi-k2":  # DeepSeek's class, under a name that transformers does not know

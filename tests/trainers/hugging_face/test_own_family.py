@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,14 +57,16 @@ def test_a_family_from_outside_comes_and_leaves(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("family", "line"),
     [
-        ([], "type 'dots1', which foldray does not read"),
-        (["--family", "dots"], "export.family=dots: is not a legal value; legal: module:NAME"),
+        ([], "type 'of_mine', which foldray does not read"),
+        (["--family", "dots"], "export.family=dots: is not a legal value; legal: mixtral, "),
         (["--family", f"{OWN}S"], "cannot be imported"),
         (["--family", "tests.trainers.hugging_face.dots:mlp"], "is a function, not a trainers.hugging_face.Family"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: list[str], line: str) -> None:
     saved(tmp_path / "hub", "Dots1", SIZES)
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config | {"model_type": "of_mine"}))
     assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml"), *family]) == 2
     assert line in capsys.readouterr().err
     assert not (tmp_path / "recipe.yaml").exists()

@@ -1,0 +1,89 @@
+"""Models for several media, of which foldray trains the text model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from foldray import Recipe
+from foldray.cli import main
+from foldray.comm import Groups
+from tests.foldray.parity import sample
+from tests.trainers.checkpoints.damage import shards_of
+from tests.trainers.hugging_face.oracle import QWEN, filled, loaded, widened
+from trainers.checkpoints import tensors
+from trainers.checkpoints.tensors import Staged
+
+transformers = pytest.importorskip("transformers")
+ROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+TEXT = {key: value for key, value in QWEN.items() if key != "norm_topk_prob"} | {
+    "head_dim": 12, "rope_parameters": ROPE, "tie_word_embeddings": False,
+}  # fmt: skip
+EYES = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+EARS = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8,
+        "output_dim": 48, "downsample_hidden_size": 4}  # fmt: skip
+
+
+def as_released(path: Path) -> None:
+    """Give experts that are one tensor the shape that Qwen3-VL was released in; transformers reads both."""
+    from safetensors.torch import load_file, save_file
+
+    found = load_file(path)
+    for name, tensor in found.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = tensor.transpose(1, 2).contiguous()
+    save_file(found, path, {"format": "pt"})
+
+
+def whole(family: str) -> Any:
+    """Return an untrained model for several media."""
+    if family == "Qwen3VLMoe":
+        config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=EYES, tie_word_embeddings=False)
+        return transformers.Qwen3VLMoeForConditionalGeneration(config)
+    text = TEXT | {"norm_topk_prob": True}
+    thinker = {"text_config": text, "vision_config": EYES, "audio_config": EARS}
+    config = transformers.Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
+    return transformers.Qwen3OmniMoeForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("family", ["Qwen3VLMoe", "Qwen3OmniMoe"])
+def test_the_text_model_comes_and_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
+    torch.manual_seed(1)
+    made = whole(family).double().eval()
+    made.save_pretrained(tmp_path / "hub")
+    as_released(tmp_path / "hub" / "model.safetensors")
+    made = type(made).from_pretrained(tmp_path / "hub", experts_implementation="eager", dtype=torch.float64).eval()
+    thinker = getattr(made, "thinker", made)
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "recipe.yaml"), "--tokenizer", "byte"]) == 0
+    assert "tensors of parts that take other media than text" in capsys.readouterr().out
+    given = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert "family" not in given["export"]
+    given |= {"precision": "float64", "engine": {"kind": "torch"}, "moe": {"experts": "loop"}}
+    engine = filled(recipe := Recipe.parse(given), groups := Groups.create(recipe.placed_fold))
+    text_BL = sample(3, 3, 14, 320)
+    with torch.no_grad():
+        expected_BLV, found_BLV = thinker(text_BL).logits, engine.model.logits(text_BL)
+    # transformers has rotary tables and norms in float32 here.
+    torch.testing.assert_close(found_BLV, expected_BLV, atol=1e-5 * float(expected_BLV.abs().max()), rtol=0.0)
+
+    run = tmp_path / "run"
+    (at := run / "step_00000001").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    state = {shard.key: shard.tensor for shard in engine.shards() if shard.key.startswith("model/")}
+    progress = {"step": 1, "data": "d", "fold": {}, "validation": {"loss": 1.0}, "seed": 0, "global_batch": 8}
+    tensors.write(at, Staged(shards_of(state)), progress, None)
+    assert main(["export-hf", str(at), str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
+    with widened(), torch.no_grad():
+        again_BLV = loaded(tmp_path / "out")(text_BL).logits
+    torch.testing.assert_close(again_BLV, found_BLV, atol=1e-9, rtol=1e-9)
+    engine.close()
+    groups.close()

@@ -1,0 +1,314 @@
+"""Families whose routers have a softmax, and heads of their own for keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from foldray.blueprint import ModelSpec
+from trainers.hugging_face.family import (
+    BALANCED,
+    NO_DENSE,
+    SOFTMAX,
+    TOPK,
+    Family,
+    Need,
+    Values,
+    before_topk,
+    blocks_of_types,
+    dense_blocks,
+    dense_layers,
+    layer_types,
+    layer_windows,
+    mlp_types,
+    model_window,
+    normalized,
+    one_sliding_width,
+    one_window,
+    rope_by_type,
+    sees_everything,
+    step_blocks,
+    turns_whole_heads,
+    weighs_to_one,
+)
+from trainers.hugging_face.names import SCORE_BIAS, granite, mlp, sparse_moe, stacked
+
+# Mixtral: every block has experts, and the weights of a token's experts are the softmax of their logits.
+
+
+def _mixtral_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_window(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+
+
+def _whole_window(model: ModelSpec) -> Values:
+    kind, _, tokens = model.windows[0].partition(":")
+    return {"sliding_window": int(tokens) if kind == "sliding" else None}
+
+
+def _mixtral_model(config: Values) -> Values:
+    return {**model_window(config), "ffn_hidden": config["intermediate_size"]}
+
+
+# Qwen2-MoE: biases of queries, keys and values, and a shared expert that tokens weigh.
+
+
+def _qwen2_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+
+
+def _qwen2_config(model: ModelSpec) -> Values:
+    windows = layer_types(model)
+    return {
+        "qkv_bias": model.attention_bias == "inputs", "decoder_sparse_step": 1, "mlp_only_layers": dense_layers(model),
+        "use_sliding_window": "sliding_window" in windows, **windows, **normalized(model),
+    }  # fmt: skip
+
+
+def _qwen2_model(config: Values) -> Values:
+    return {
+        "attention_bias": "inputs" if config["qkv_bias"] else "none", "shared_gate": True,
+        **layer_windows(config), **step_blocks(config), **before_topk(config),
+    }  # fmt: skip
+
+
+# Qwen3-MoE: a norm of each head's queries and keys.
+
+
+def _qwen3_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_window(model)
+
+
+def _qwen3_config(model: ModelSpec) -> Values:
+    window = _whole_window(model)
+    return {
+        "attention_bias": model.attention_bias == "all", "decoder_sparse_step": 1, "mlp_only_layers": dense_layers(model),
+        "use_sliding_window": window["sliding_window"] is not None, **window, **normalized(model),
+    }  # fmt: skip
+
+
+def _qwen3_model(config: Values) -> Values:
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head",
+        **model_window(config), **step_blocks(config), **before_topk(config),
+    }  # fmt: skip
+
+
+# OLMoE: a norm of all heads' queries, and one of all heads' keys.
+
+
+def _olmoe_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield "head_dim", model.head_dim * model.heads == model.hidden, [f"hidden / heads = {model.hidden / model.heads:g}"]
+
+
+def _olmoe_config(model: ModelSpec) -> Values:
+    return {"attention_bias": model.attention_bias == "all", **normalized(model)}
+
+
+def _olmoe_model(config: Values) -> Values:
+    bias = "all" if config["attention_bias"] else "none"
+    return {"attention_bias": bias, "qk_norm": "all", "ffn_hidden": config["intermediate_size"], **before_topk(config)}
+
+
+def _flex_model(config: Values) -> Values:  # FlexOlmo: the same with norms behind attention and experts
+    return _olmoe_model(config) | {"norms": "after"}
+
+
+# ERNIE-4.5: a softmax with a selection bias, and neighbouring columns that turn together.
+
+
+def _ernie_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+    yield "shared_hidden", model.shared_hidden % model.expert_hidden == 0, [f"a multiple of expert_hidden={model.expert_hidden}"]
+    dense = dense_layers(model)
+    yield "moe_every", dense == list(range(len(dense))), [1]
+
+
+def _ernie_config(model: ModelSpec) -> Values:
+    blocks = {"moe_layer_start_index": len(dense_layers(model)), "moe_layer_end_index": model.layers - 1, "moe_layer_interval": 1}
+    return {"moe_num_shared_experts": model.shared_hidden // model.expert_hidden, **blocks}
+
+
+def _ernie_model(config: Values) -> Values:
+    start, end, step = (config[f"moe_layer_{key}"] for key in ("start_index", "end_index", "interval"))
+    return {
+        "rope_pairs": "interleaved", "shared_hidden": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
+        "router.softmax": "before_topk", "router.normalize": True, "router.selection_bias": True,
+        **dense_blocks(config, lambda layer: start <= layer <= end and (layer + 1) % step == 0),
+    }  # fmt: skip
+
+
+# GPT-OSS: scores that take a share of every softmax, biases everywhere, and an activation of its own.
+
+
+def _gpt_oss_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+    yield "router.softmax", model.router.softmax == "after_topk", ["after_topk"]
+
+
+def _gpt_oss_config(model: ModelSpec) -> Values:
+    return {"attention_bias": model.attention_bias == "all", **layer_types(model)}
+
+
+def _gpt_oss_model(config: Values) -> Values:
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "attention_sinks": True, "expert_bias": True,
+        "ffn": "gated_clamped", "ffn_hidden": config["intermediate_size"], "router.logit_bias": True, **layer_windows(config),
+    }  # fmt: skip
+
+
+# Mellum: windows whose rotary positions have a base of their own.
+
+
+def _mellum_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield one_sliding_width(model)
+
+
+def _mellum_config(model: ModelSpec) -> Values:
+    bias = {"attention_bias": model.attention_bias == "all"}
+    return bias | layer_types(model) | mlp_types(model) | rope_by_type(model) | normalized(model)
+
+
+def _mellum_model(config: Values) -> Values:
+    bias = {"attention_bias": "all" if config["attention_bias"] else "none"}
+    return bias | {"qk_norm": "head"} | layer_windows(config) | blocks_of_types(config) | before_topk(config)
+
+
+# Granite: Mixtral with factors on embeddings, scores, the residual stream's parts and logits. Later models have windows, scores
+# that take a share of every softmax, and bases of rotary positions by block.
+
+
+def _granite_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+    yield "head_dim", model.head_dim * model.heads == model.hidden, [f"hidden / heads = {model.hidden / model.heads:g}"]
+
+
+def _granite_full_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _granite_needs(model)
+    yield sees_everything(model)
+
+
+def _granite_config(model: ModelSpec) -> Values:
+    scale = model.attention_scale or model.head_dim**-0.5
+    return {
+        "attention_bias": model.attention_bias == "all", "attention_multiplier": scale, "logits_scaling": 1 / model.logit_scale,
+    }  # fmt: skip
+
+
+def _granite_model(config: Values) -> Values:
+    return {
+        "attention_bias": "all" if config["attention_bias"] else "none", "ffn_hidden": config["intermediate_size"],
+        "attention_scale": config["attention_multiplier"], "logit_scale": 1 / config["logits_scaling"],
+    }  # fmt: skip
+
+
+def _granite_swa_needs(model: ModelSpec) -> Iterator[Need]:
+    yield from _granite_needs(model)
+    yield one_sliding_width(model)
+
+
+def _granite_swa_config(model: ModelSpec) -> Values:
+    ropes = [model.block(layer).attention.rope for layer in range(model.layers)]
+    return _granite_config(model) | layer_types(model) | {"layer_rope_theta": [rope.theta if rope else 0 for rope in ropes]}
+
+
+def _granite_swa_model(config: Values) -> Values:
+    thetas: dict[str, set[float]] = {"full_attention": set(), "sliding_attention": set()}
+    for kind, theta in zip(config["layer_types"], config["layer_rope_theta"], strict=True):
+        thetas[kind].add(theta)
+    full, sliding = ([*thetas[kind]] or [config["rope_parameters"]["rope_theta"]] for kind in thetas)
+    if len(full) > 1 or len(sliding) > 1 or sliding == [0]:
+        rule = "foldray reads one number for each of layer_types, and 0 for full_attention only"
+        raise ValueError(f"says layer_rope_theta={config['layer_rope_theta']}, and {rule}")
+    found = {**_granite_model(config), **layer_windows(config), "attention_sinks": True, "rope_theta": full[0] or sliding[0]}
+    if not full[0]:
+        return found | {"full_positions": "none"}
+    return found | ({"window_rope_theta": sliding[0]} if thetas["sliding_attention"] and sliding != full else {})
+
+
+_GRANITE = BALANCED | {
+    "topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size", "head_dim": None,
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+}  # fmt: skip
+_LINEAR = granite("input_linear.weight", "output_linear.weight", "router.layer")
+_FACTORS: Values = SOFTMAX | NO_DENSE | {
+    "attention_bias": ["none", "all"], "attention_scale": None, "embedding_scale": None, "residual_scale": None,
+    "logit_scale": None,
+}  # fmt: skip
+
+WITH_SOFTMAX = (
+    Family(
+        "mixtral", "MixtralForCausalLM",
+        BALANCED | {"topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size"},
+        {}, SOFTMAX | NO_DENSE | {"shared_hidden": [0]}, sparse_moe(), _mixtral_needs, _whole_window, _mixtral_model,
+    ),
+    Family(
+        "qwen2_moe", "Qwen2MoeForCausalLM",
+        BALANCED | TOPK | {"ffn_hidden": "intermediate_size", "shared_hidden": "shared_expert_intermediate_size"},
+        {}, SOFTMAX | {"shared_gate": [True], "attention_bias": ["none", "inputs"]}, mlp("shared_expert"),
+        _qwen2_needs, _qwen2_config, _qwen2_model,
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", BALANCED | TOPK | {"ffn_hidden": "intermediate_size"},
+        {}, SOFTMAX | {"shared_hidden": [0], "qk_norm": ["head"], "attention_bias": ["none", "all"]}, mlp(),
+        _qwen3_needs, _qwen3_config, _qwen3_model,
+    ),
+    Family(
+        "olmoe", "OlmoeForCausalLM", BALANCED | TOPK | {"expert_hidden": "intermediate_size"},
+        {"clip_qkv": None},
+        SOFTMAX | NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"], "attention_bias": ["none", "all"]},
+        mlp(), _olmoe_needs, _olmoe_config, _olmoe_model,
+    ),
+    Family(
+        "flex_olmo", "FlexOlmoForCausalLM", BALANCED | TOPK | {"expert_hidden": "intermediate_size"}, {},
+        SOFTMAX | NO_DENSE | {"shared_hidden": [0], "qk_norm": ["all"], "attention_bias": ["none", "all"], "norms": ["after"]},
+        mlp(), _olmoe_needs, _olmoe_config, _flex_model,
+    ),
+    Family(
+        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+        BALANCED | {"topk": "moe_k", "experts": "moe_num_experts", "expert_hidden": "moe_intermediate_size",
+                    "ffn_hidden": "intermediate_size"},
+        {"use_bias": False, "moe_norm_min": 1e-12},
+        SOFTMAX | {"router.selection_bias": [True], "rope_pairs": ["interleaved"]},
+        mlp("shared_experts", SCORE_BIAS._replace(name="moe_statics.e_score_correction_bias", axes=1)),
+        _ernie_needs, _ernie_config, _ernie_model, ahead=("model.mtp_",),
+    ),
+    Family(
+        "gpt_oss", "GptOssForCausalLM",
+        BALANCED | {"topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size"},
+        {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        SOFTMAX | NO_DENSE | {"shared_hidden": [0], "attention_bias": ["none", "all"], "attention_sinks": [True],
+                                "expert_bias": [True], "ffn": ["gated_clamped"], "router.logit_bias": [True]},
+        stacked, _gpt_oss_needs, _gpt_oss_config, _gpt_oss_model,
+    ),
+    Family(
+        "mellum", "MellumForCausalLM", BALANCED | TOPK | {"ffn_hidden": "intermediate_size"}, {},
+        SOFTMAX | {"shared_hidden": [0], "qk_norm": ["head"], "attention_bias": ["none", "all"], "window_rope_theta": None},
+        mlp(), _mellum_needs, _mellum_config, _mellum_model, ahead=("mtp.",),
+    ),
+    Family(
+        "granitemoe", "GraniteMoeForCausalLM", _GRANITE, {}, _FACTORS | {"shared_hidden": [0]},
+        _LINEAR,
+        _granite_full_needs, _granite_config, _granite_model,
+    ),
+    Family(
+        "granitemoeshared", "GraniteMoeSharedForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {}, _FACTORS,
+        _LINEAR,
+        _granite_full_needs, _granite_config, _granite_model,
+    ),
+    Family(
+        "granitemoe_swa", "GraniteMoeSWAForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {},
+        _FACTORS | {"attention_sinks": [True], "full_positions": None, "window_rope_theta": None},
+        granite("experts.gate_up_proj", "experts.down_proj", "router"),
+        _granite_swa_needs, _granite_swa_config, _granite_swa_model,
+    ),
+)  # fmt: skip
