@@ -59,7 +59,7 @@ BAD: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
     (BOTH, {"schedule": {"backward": "aaam", "degree": 2}}, "schedule.backward=aaam: orders workers that have both"),
     (None, {"schedule": {"kind": "af_pipe"}}, "schedule.kind=af_pipe: is for experts with workers of their own"),
     (BOTH, {"schedule": {"kind": "list", "alive": 2}}, "schedule.alive=2: has no meaning with kind=list, only with af_pipe"),
-    (None, {"schedule": {"alive": 2}}, "schedule.alive=2: has no meaning with kind=sequential, only with af_pipe"),
+    (None, {"schedule": {"alive": 2}}, "schedule.alive=2: has no meaning with kind=auto, only with af_pipe"),
     (BOTH, {"schedule": {"alive": 0}}, "schedule.alive=0: must be greater than or equal to 1"),
     (BOTH, {"moe": {"backend": "tutel"}}, "moe.backend=tutel: Tutel's kernels"),
     (BOTH, {"model": {"preset": "tiny", "router": {"capacity_factor": 1.0, "pad": True}}}, "model.router.pad=true"),
