@@ -32,13 +32,16 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
     Args:
         memory: bytes of a worker's device, if orders must fit there.
     """
-    plain = Ordering(recompute=recipe.ordering.recompute, reduction=recipe.ordering.reduction)
-    found = {SEQUENTIAL.name: recipe.ordering if recipe.schedule.kind == AUTO.name else plain}
+    own = recipe.ordering
+    plain = Ordering(recompute=own.recompute, reduction=own.reduction)
+    found = {SEQUENTIAL.name: own if recipe.schedule.kind == AUTO.name else plain}
     fold, router = recipe.placed_fold, recipe.model.router
     if recipe.placement is None and fold.ep * fold.etp > 1 and router.capacity_factor is None:
         for name in _names():
             with suppress(UserError):  # sequences or micro-batches cannot be cut like this
-                ordering = recipe.named_ordering(name)._replace(reduction=recipe.ordering.reduction)
+                ordering = recipe.named_ordering(name)._replace(reduction=own.reduction)
+                if own.weight_gradients != "together":
+                    ordering = ordering._replace(weight_gradients=own.weight_gradients)
                 if memory is None or _needed(recipe, ordering) <= _FITS * memory:
                     found[name] = ordering
     return found
@@ -66,9 +69,10 @@ def expected(recipe: Recipe, hardware: Hardware) -> dict[str, float]:
     all others that order one pass of a stage at a time."""
     candidate, memo = as_candidate(recipe), Memo()
     device = Device.of(candidate.job, hardware)
-    among = {recipe.schedule.kind: recipe.ordering} | {
-        name: ordering for name, ordering in orders(recipe).items() if ordering.of_stages and ordering != recipe.ordering
-    }
+    among = {recipe.schedule.kind: recipe.ordering}
+    for name, ordering in orders(recipe).items():
+        if ordering.of_stages and ordering != recipe.ordering:
+            among.setdefault(name, ordering)  # the recipe's own `flow` may have other pieces than `flow`
     return {name: step_seconds(replace(candidate, ordering=ordering), device, memo) for name, ordering in among.items()}
 
 

@@ -74,6 +74,18 @@ def test_nothing_is_told_of(changes: list[str]) -> None:
     assert told_of_orders(gpus(*changes)) is None
 
 
+def test_a_recipes_own_order_is_priced_under_its_kind() -> None:
+    """`flow` is also the short name of another order, with whole sequences."""
+    hardware = load_hardware("h200")
+    cut, whole = (expected(gpus("schedule.kind=flow", f"schedule.degree={degree}"), hardware) for degree in (4, 1))
+    assert cut["flow"] > whole["flow"]
+
+
+def test_gradients_of_weights_stay_as_the_recipe_has_them() -> None:
+    among = orders(make_recipe(2, FOLD, schedule={**SCHEDULE, "weight_gradients": "whole"}))
+    assert {ordering.weight_gradients for ordering in among.values()} == {"whole"}
+
+
 def test_explain_shows_the_expected_steps(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["explain", str(ROOT / "recipes" / "one_node.yaml"), *STREAM, "--cluster", "h200"]
     assert main(command) == 0
