@@ -17,7 +17,7 @@ from foldray.blueprint import ModelSpec
 from foldray.errors import UserError, multiples_near
 from foldray.windows import FULL, find_window
 
-SLICINGS = ("token_uniform", "algorithm1", "time_uniform")
+SLICINGS = ("token_uniform", "time_uniform", "algorithm1")
 
 
 class Slicing(NamedTuple):

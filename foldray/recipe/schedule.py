@@ -34,7 +34,7 @@ class ScheduleSpec(Strict):
     degrees: Sizes | None = None
     """Degrees that training tries in its first steps; it keeps the fastest one. A degree below
     `attention_degree` has as many slices as pieces. Null keeps `degree`."""
-    slicing: Literal["token_uniform", "algorithm1", "time_uniform"] = "time_uniform"
+    slicing: Literal["token_uniform", "time_uniform", "algorithm1"] = "time_uniform"
     """How attention is cut. `time_uniform` makes the slowest slice as fast as possible,
     `token_uniform` makes slices of equal length, `algorithm1` is FoldMoE's listing."""
     attention_degree: Degree | None = None

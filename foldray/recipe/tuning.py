@@ -64,7 +64,7 @@ class SpaceSpec(Strict):
     attention_degree: Sizes | None = None
     """Most slices of attention (`schedule.attention_degree`); there are never more than pieces. Null is
     the recipe's own."""
-    slicing: Annotated[tuple[Literal["token_uniform", "algorithm1", "time_uniform"], ...], Few] | None = None
+    slicing: Annotated[tuple[Literal["token_uniform", "time_uniform", "algorithm1"], ...], Few] | None = None
     """Ways to cut attention into slices. Null is the recipe's own."""
     batch_degree: Sizes | None = None
     """Parts that a micro-batch is cut into along the batch. 1 does not cut. Null is 1 and the

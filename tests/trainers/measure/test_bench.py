@@ -38,7 +38,7 @@ training: {global_batch: 4, micro_batch: 2}
 
 @pytest.mark.nightly("a whole measurement")
 def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) -> None:
-    asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4/2:1"]
+    asked = ["--schedule", "sequential", "--schedule", "one_a_one_m-even:2", "--schedule", "stream:4/3:1"]
     assert main(["bench", str(recipe), "--json", "--rounds", "2", *asked]) == 0
     document = json.loads(capsys.readouterr().out)
     results = document["results"]
@@ -46,7 +46,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         assert len(cost) == 2
         assert min(cost) >= 0 < max(cost)
     assert [(r["schedule"], r["degree"], r["attention_degree"], r["slicing"]) for r in results] == [
-        ("sequential", 1, None, "whole"), ("one_a_one_m", 2, None, "token_uniform"), ("stream", 4, 2, "time_uniform"),
+        ("sequential", 1, None, "whole"), ("one_a_one_m", 2, None, "token_uniform"), ("stream", 4, 3, "time_uniform"),
     ]  # fmt: skip
     keys = {
         "schedule",

@@ -66,12 +66,18 @@ def _recipe(
 
 
 def _equals_one_process(ranks, recipe: Recipe) -> None:
-    """Compare two steps of several micro-batches. A gradient that the first step did not clear would change the second."""
-    found, reference = ranks(recipe.cluster.workers).run(train, recipe, 2, timeout=_SECONDS), one_process(recipe, steps=2)
+    """Compare two steps of several micro-batches. A gradient that the first step did not clear would change the second.
+
+    Weights must be as near to those in float64 as one process in float32 is, to 1e-6: a bias that starts at zero has no other
+    scale than its gradients, which cancel.
+    """
+    found = ranks(recipe.cluster.workers).run(train, recipe, 2, timeout=_SECONDS)
+    reference = one_process(recipe.model_copy(update={"precision": "float64"}), steps=2)
+    rounding, _ = worst([one_process(recipe, steps=2)], reference, relative=True)
     if recipe.optimizer.clip is not None:
         assert min(reference["norms"]) > recipe.optimizer.clip, "the test needs norms above the limit"
     difference, where = worst(found, reference, relative=True)
-    assert difference <= 1e-6, where
+    assert difference <= 1e-6 + rounding, where
     assert drifted(found) == [], "copies of the same weights part"
     for part in found:
         assert part["norms"] == pytest.approx(reference["norms"], rel=1e-5)
