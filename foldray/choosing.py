@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,12 +12,14 @@ from foldray.costs.memo import Memo
 from foldray.costs.memory import ledger
 from foldray.costs.rank import OpWork
 from foldray.errors import UserError
+from foldray.graph.chunks import REDUCTIONS, Reduction
 from foldray.orders import AUTO, OVERLAPS, SEQUENTIAL, Ordering
 from foldray.plan.listed import step_seconds
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 
 _DEGREES = (1, 2, 4)
+_PARTS = (2, 4)  # along the batch
 _FITS = 0.9  # share of a device's memory that an order may need
 _DEVICE = "h200"  # bytes do not depend on the GPU
 _MUCH = 0.9  # of a step; an order that is expected to take less is told
@@ -26,8 +28,9 @@ _MUCH = 0.9  # of a step; an order that is expected to take less is told
 def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
     """Return the orders that a recipe may have, by short name; the first one cuts nothing.
 
-    There is only this one if no rows travel, if the order decides which tokens experts drop, or if experts have workers of
-    their own.
+    Nothing is cut if no rows travel, if the order decides which tokens experts drop, or if experts have workers of their own.
+    With `auto` and gradients that are summed at the end of a step, every order comes again with each way to sum them before
+    (`with_reductions`).
 
     Args:
         memory: bytes of a worker's device, if orders must fit there.
@@ -44,11 +47,25 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
                     ordering = ordering._replace(weight_gradients=own.weight_gradients)
                 if memory is None or _needed(recipe, ordering) <= _FITS * memory:
                     found[name] = ordering
-    return found
+    return found if own.reduction.kind != "end" else {**found, **with_reductions(recipe, found)}
+
+
+def with_reductions(recipe: Recipe, found: Mapping[str, Ordering]) -> dict[str, Ordering]:
+    """Return the same orders, with gradients that are summed before the end of a step; none if nothing can be summed there."""
+    fold = recipe.placed_fold
+    if recipe.schedule.kind != AUTO.name or recipe.placement is not None or recipe.engine.kind != "torch":
+        return {}
+    if fold.dp * fold.cp == fold.edp == 1:
+        return {}
+    kinds = [kind for kind in REDUCTIONS if kind != "end"]
+    return {f"{name}+{kind}": order._replace(reduction=Reduction(kind)) for kind in kinds for name, order in found.items()}
 
 
 def _names() -> Iterator[str]:
+    """Cut sequences into pieces, attention into fewer slices, or micro-batches into parts."""
     for kind, row in OVERLAPS.items():
+        if row.cuts:
+            yield from (f"{kind}@{parts}" for parts in _PARTS if parts != row.batch_degree)
         for degree in _DEGREES if row.cuts else ():
             if degree > 1:
                 yield f"{kind}:{degree}"

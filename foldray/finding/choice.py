@@ -21,7 +21,7 @@ from foldray.orders import Ordering, step_schedule
 
 _BLOCKS = 4  # simulated blocks of a stage; every further block takes as long as the one before
 _PASSES = 2  # simulated micro-batches, of which one may compute while another one's rows travel
-MOST_TRIED = 6
+MOST_TRIED = 6  # before ways to sum gradients
 LEAST_GAIN = 0.005  # of a step; what is expected to gain less is not tried
 LEAST_HOPE = 0.02  # the same while pieces count as fast as their share of tokens, which nothing can beat
 
@@ -70,9 +70,9 @@ class PieceTimes:
     def _work(self, graph: StepGraph, op: Op) -> float:
         tokens = graph.tokens(op)
         if op.kind != ATTENTION:
-            return len(tokens)
+            return len(tokens) / graph.batch_degree
         end, begin = (self._slice_cost.before(place * self._ranks) for place in (tokens.stop, tokens.start))
-        return end - begin
+        return (end - begin) / graph.batch_degree
 
 
 def _key(graph: StepGraph, op: Op) -> Key:
@@ -81,6 +81,9 @@ def _key(graph: StepGraph, op: Op) -> Key:
 
 class Choice:
     """The choice of the fastest ordering. Numbers of orderings stand for them; that of the plain one, which cuts nothing, is 0.
+
+    Orderings that sum gradients as the plain one does are simulated, and tried while there is hope. Then the fastest of them is
+    tried with the other ways to sum gradients.
 
     Args:
         orderings: the orderings to choose from.
@@ -92,6 +95,7 @@ class Choice:
         self, orderings: Sequence[Ordering], graph_of: Callable[[Ordering, int], StepGraph], times: PieceTimes, passes: int
     ):
         self.orderings, self.times = orderings, times
+        self._plain = [number for number, other in enumerate(orderings) if other.reduction == orderings[0].reduction]
         self._graph_of, self._passes = graph_of, min(passes, _PASSES)
         self.measured: dict[int, float] = {}
         self.predicted: dict[int, float] = {}
@@ -106,13 +110,25 @@ class Choice:
         """Return the ordering to try next; None if no other one is expected to gain enough."""
         if not self.measured:
             return 0
-        untried = [number for number in range(len(self.orderings)) if number not in self.measured]
-        if not untried or len(self.measured) >= MOST_TRIED:
+        number = self._next_order()
+        return self._next_reduction() if number is None else number
+
+    def _next_order(self) -> int | None:
+        """Return the ordering that is expected to gain most, if it gains enough."""
+        untried = [number for number in self._plain if number not in self.measured]
+        if not untried or len(self.measured) >= MOST_TRIED or not self.measured.keys() <= set(self._plain):
             return None
         expected = {number: self.expected(number) for number in untried}
         number = min(expected, key=expected.__getitem__)
         least = LEAST_GAIN if len(self.measured) > 1 else LEAST_HOPE
         return number if expected[number] < (1 - least) * min(self.measured.values()) else None
+
+    def _next_reduction(self) -> int | None:
+        """Return the fastest ordering with a way to sum gradients that is still to be tried."""
+        plain = self.orderings[0].reduction
+        fastest = self.orderings[next(number for number in self.ranked if number in self._plain)]
+        same = [number for number, other in enumerate(self.orderings) if other._replace(reduction=plain) == fastest]
+        return next((number for number in same if number not in self.measured), None)
 
     def expected(self, number: int) -> float:
         """Return the seconds of a step: those on the clock, times how much longer steps took than on the clock.

@@ -26,7 +26,18 @@ def test_orders_are_those_that_the_recipe_can_have() -> None:
     assert among["stream:4/2"].fewer_slices == 2
     assert among["list:2"].weight_gradients == "apart"
     whole = orders(make_recipe(2, FOLD, schedule=SCHEDULE, training={"micro_batch": 1, "global_batch": 4}))
-    assert not any(name.startswith("flow") for name in whole), "a micro-batch of one sequence has no parts"
+    assert not any(order.batch_degree > 1 for order in whole.values()), "a micro-batch of one sequence has no parts"
+    assert {"stream@2", "flow"} <= set(among)
+
+
+def test_every_order_may_sum_gradients_earlier_if_the_recipe_sums_them_at_the_end() -> None:
+    among = orders(make_recipe(2, FOLD, schedule=SCHEDULE))
+    plain = {name: order for name, order in among.items() if order.reduction.kind == "end"}
+    for kind in ("buckets", "chunks"):
+        assert {name: among[f"{name}+{kind}"].reduction.kind for name in plain} == dict.fromkeys(plain, kind)
+    for schedule in ({**SCHEDULE, "reduction": "chunks"}, {"kind": "stream", "degree": 2}):
+        assert len({order.reduction for order in orders(make_recipe(2, FOLD, schedule=schedule)).values()}) == 1
+    assert set(orders(make_recipe(2, FOLD, schedule=SCHEDULE, engine={"kind": "deepspeed"}))) == set(plain)
 
 
 @pytest.mark.parametrize(
@@ -34,16 +45,19 @@ def test_orders_are_those_that_the_recipe_can_have() -> None:
     [
         (1, {}, {}),  # no rows travel
         (2, {}, {}),
+        (2, {"pp": 2}, {}),  # nor are there gradients to sum
         (2, FOLD, {"model": {"router": {"capacity_factor": 1.0}}}),  # the order decides which tokens are dropped
     ],
 )
 def test_nothing_is_searched_where_no_order_is_better(workers: int, fold: dict[str, int], sections: dict[str, Any]) -> None:
-    assert list(orders(make_recipe(workers, fold, schedule=SCHEDULE, **sections))) == ["sequential"]
+    among = orders(make_recipe(workers, fold, schedule=SCHEDULE, **sections))
+    sums = ["", "+buckets", "+chunks"] if workers > 1 and fold.get("pp") is None else [""]
+    assert list(among) == [f"sequential{how}" for how in sums]
 
 
 def test_orders_that_need_more_memory_than_there_is_are_left_out() -> None:
     recipe = make_recipe(2, FOLD, schedule=SCHEDULE)
-    assert list(orders(recipe, memory=1e6)) == ["sequential"]
+    assert {order.slicing for order in orders(recipe, memory=1e6).values()} == {None}
     assert orders(recipe, memory=1e12) == orders(recipe)
 
 

@@ -165,8 +165,8 @@ class Online:
         """Forget the times of ops and what was chosen by them."""
         self._settled.clear()
         self._listed.clear()
-        reduction = self.execution.ordering.reduction
-        self.execution.reorder(self.orderings[self._order]._replace(reduction=reduction))
+        now = self.orderings[self._order]
+        self.execution.reorder(now if self.names else now._replace(reduction=self.execution.ordering.reduction))
 
     @property
     def _now(self) -> Knobs:
@@ -178,7 +178,8 @@ class Online:
             return
         ordering = self.execution.ordering
         if knobs.order != self._order:
-            ordering = self._settled.get(knobs.order, self.orderings[knobs.order])._replace(reduction=ordering.reduction)
+            settled = self._settled.get(knobs.order, self.orderings[knobs.order])
+            ordering = settled if self.names else settled._replace(reduction=ordering.reduction)
             self._order = knobs.order
         if knobs.sp_bytes:
             ordering = ordering._replace(reduction=ordering.reduction._replace(bytes=knobs.sp_bytes))

@@ -12,7 +12,7 @@ from foldray.clock import COMPUTE, Cost, OpCosts, simulate
 from foldray.finding import find
 from foldray.finding.choice import MOST_TRIED, Choice, PieceTimes
 from foldray.fold import Fold
-from foldray.graph import Op, SliceCost, StepGraph
+from foldray.graph import Op, Reduction, SliceCost, StepGraph
 from foldray.kinds import ATTENTION, EMBED, EXPERT, HEAD, MERGE, OP_KINDS
 from foldray.orders import Ordering, named_ordering, step_schedule
 from tests.foldray.parity import MODEL as SIZES
@@ -122,3 +122,28 @@ def test_times_of_other_pieces_follow_from_those_that_were_measured() -> None:
     for op in graph.ops():
         if op.kind not in (EMBED, HEAD):
             assert told(op)[0][1] == pytest.approx(true(op)[0][1], rel=1e-6), op
+
+
+def test_the_fastest_order_is_tried_with_every_way_to_sum_gradients() -> None:
+    machine, kinds = Machine(0.8, 0.02), ("buckets", "chunks")
+    orderings = [*ORDERINGS, *(order._replace(reduction=Reduction(kind)) for kind in kinds for order in ORDERINGS)]
+    choice = Choice(orderings, graph_of, PieceTimes(SLICES), 1)
+    while (number := choice.ask()) is not None:
+        plain = orderings[number]._replace(reduction=Reduction())
+        graph = graph_of(plain, 1)
+        faster = 0.9 if orderings[number].reduction.kind == "chunks" else 1.0
+        choice.tell(number, faster * machine.step(plain, graph), graph, machine.costs(graph))
+    best, second, *_ = (orderings[number] for number in choice.ranked)
+    assert best == second._replace(reduction=Reduction("chunks"))
+    assert len(choice.measured) <= MOST_TRIED + len(kinds)
+
+
+def test_parts_of_a_micro_batch_take_their_share_of_the_times_of_whole_ones() -> None:
+    machine, times = Machine(0.4, 0.0), PieceTimes(SLICES)
+    whole = graph_of(ORDERINGS[0], 1)
+    times.learn(whole, machine.costs(whole))
+    parts = graph_of(named_ordering("stream@2", LENGTH, SLICES), 2)
+    told, true = times.cost(parts), machine.cost(whole)
+    for op in parts.ops():
+        if op.kind not in (EMBED, HEAD):
+            assert told(op)[0][1] == pytest.approx(true(op._replace(micro_batch=0))[0][1] / 2), op
