@@ -255,6 +255,8 @@ class _Run:
         for user in problem.users[i]:
             if problem.channel[user] >= 0:
                 self._has_one_more(user)
+                if (sender := problem.places[user][0]) not in places:  # nothing else may happen there that it waits for
+                    heapq.heappush(self.events, (now, -1, sender))
         self._let_go(i)
 
     def _let_go(self, first: int) -> None:

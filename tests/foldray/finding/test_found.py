@@ -141,6 +141,15 @@ def test_experts_with_positions_of_their_own(micro_batches: int) -> None:
     assert found.bound <= found.seconds <= found.named_seconds
 
 
+def test_experts_rows_that_wait_for_the_residual_stream_leave_once_it_has_left() -> None:
+    """The rows go straight to the next stage, and are posted after its handover: a message of another position."""
+    cut = slice_sequence("token_uniform", 16, 1, FLAT)
+    graph = StepGraph(((MOE,), (MOE,)), cut, 2, 4, places=(Place(0, 2), Place(1, 3)), later=(EXPERT, ATTENTION))
+    for seed in range(20):
+        found = find_at_random(seed, graph, random_cost(graph, seed, True), 1, None)
+        check(graph, found.schedule)
+
+
 @pytest.mark.gate(1 / 2)
 def test_a_list_that_was_found_before_is_kept_if_it_is_faster() -> None:
     graph = small(blocks=2, micro_batches=3)
