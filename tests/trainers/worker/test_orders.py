@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from foldray.choosing import orders
 from foldray.comm import Groups
 from foldray.finding.choice import MOST_TRIED
-from tests.foldray.parity import batches, engine_of, make_recipe
+from foldray.runtime import Trace
+from tests.foldray.parity import batches, check_equal, engine_of, engine_on, go_on, make_recipe, one_process
 from trainers.worker.online import PATIENCE, TURNS, WATCHED, Knobs, Online
 from trainers.worker.orders import OrderSearch
 
 FOLD = {"ep": 2}
 SCHEDULE = {"kind": "auto"}
+ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 
 
 def _auto(rank: int, fastest: str, slower: float, steps: int, worth: bool, chosen: str | None = None) -> dict[str, Any]:
@@ -95,3 +98,28 @@ def test_gradients_are_summed_as_the_fastest_order_has_it(ranks) -> None:
     first, second = ranks(2).run(_auto, "sequential+chunks", 1.0, 120, True)
     assert first["now"].reduction.kind == second["now"].reduction.kind == "chunks"
     assert first["names"][first["chosen"].order] == "sequential+chunks"
+
+
+TURNS_THROUGH = ("sequential+chunks", "stream@2", "list:2+chunks", "flow+buckets", "weave:2", "sequential")
+
+
+def _through(rank: int, zero: int) -> dict[str, Any]:
+    """Train a step in each of several orders."""
+    engine, training = {"kind": "torch", "zero": zero}, {"micro_batch": 2}
+    recipe = make_recipe(4, {"tp": 2, "ep": 2}, schedule=SCHEDULE, engine=engine, optimizer=ADAMW, training=training)
+    among, steps = orders(recipe), list[Any]()
+    with engine_on(recipe, rank) as (engine, groups):
+        execution = engine.execution
+        for step, name in enumerate(TURNS_THROUGH):
+            execution.reorder(among[name])
+            execution.trace = Trace()
+            steps.append(go_on(engine, groups, recipe, range(step, step + 1)))
+            if execution.lacks_costs:
+                execution.learn_costs()
+        return {**steps[-1], **{key: [value for each in steps for value in each[key]] for key in ("losses", "norms")}}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_orders_may_change_from_step_to_step(ranks, zero: int) -> None:
+    recipe = make_recipe(4, FOLD, schedule=SCHEDULE, optimizer=ADAMW)
+    check_equal(ranks(4).run(_through, zero), one_process(recipe, steps=len(TURNS_THROUGH)))
