@@ -13,6 +13,7 @@ from foldray.choosing import expected
 from foldray.costs.hardware import load_hardware
 from foldray.errors import UserError
 from foldray.nodes import ROWS, Arrangement, Edges, Room, arrange, filled
+from foldray.orders import AUTO
 from foldray.recipe import Recipe
 
 _SIZES = re.compile(r"(\d+x)?\d+(,(\d+x)?\d+)*")
@@ -59,9 +60,10 @@ def expected_steps(cluster: str, recipe: Recipe) -> dict[str, float]:
 def steps_table(seconds: Mapping[str, float], cluster: str) -> str:
     """Return a text with the recipe's own order and the fastest others."""
     (own, took), *others = seconds.items()
-    rows = [(f"{own} (the recipe's)", took), *sorted(others, key=lambda pair: pair[1])[:_FASTEST]]
+    label = "auto, until it has chosen" if own == AUTO.name else f"{own} (the recipe's)"
+    rows = [(label, took), *sorted(others, key=lambda pair: pair[1])[:_FASTEST]]
     width = max(len(name) for name, _ in rows)
-    lines = [f"  {name:<{width}}  {three_digits(each)} s{each / took:>8.2f} ×" for name, each in rows]
+    lines = [f"  {name:<{width}}  {three_digits(each):>6} s{each / took:>8.2f} ×" for name, each in rows]
     return "\n".join([f"a step on {cluster}, as the planner expects it:", *lines])
 
 
