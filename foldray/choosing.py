@@ -38,8 +38,7 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
     own = recipe.ordering
     plain = Ordering(recompute=own.recompute, reduction=own.reduction)
     found = {SEQUENTIAL.name: own if recipe.schedule.kind == AUTO.name else plain}
-    fold, router = recipe.placed_fold, recipe.model.router
-    if recipe.placement is None and fold.ep * fold.etp > 1 and router.capacity_factor is None:
+    if has_choice(recipe):
         for name in _names():
             with suppress(UserError):  # sequences or micro-batches cannot be cut like this
                 ordering = recipe.named_ordering(name)._replace(reduction=own.reduction)
@@ -59,6 +58,12 @@ def with_reductions(recipe: Recipe, found: Mapping[str, Ordering]) -> dict[str, 
         return {}
     kinds = [kind for kind in REDUCTIONS if kind != "end"]
     return {f"{name}+{kind}": order._replace(reduction=Reduction(kind)) for kind in kinds for name, order in found.items()}
+
+
+def has_choice(recipe: Recipe) -> bool:
+    """Whether a recipe's steps may have several orders: rows travel, and the order does not decide which tokens are dropped."""
+    fold = recipe.placed_fold
+    return recipe.placement is None and fold.ep * fold.etp > 1 and recipe.model.router.capacity_factor is None
 
 
 def _names() -> Iterator[str]:

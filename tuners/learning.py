@@ -11,6 +11,7 @@ import numpy as np
 from foldray.costs.candidate import Candidate
 from foldray.costs.hardware import Hardware, constants
 from foldray.errors import UserError
+from foldray.orders import AUTO
 from foldray.plan.placing import predicted_seconds
 from foldray.refold import as_candidate
 from trainers.measure.calibrate import write_hardware
@@ -27,7 +28,7 @@ def write_corrected_hardware(hardware: Hardware, outcome: Outcome, path: Path) -
     measured = [
         (as_candidate(apply_setting(outcome.table.recipe, outcome.table.rows[trial.row])), trial.record.seconds)
         for trial in outcome.counted
-        if trial.row is not None and trial.record.seconds is not None
+        if trial.row is not None and trial.record.seconds is not None and outcome.table.rows[trial.row].kind != AUTO.name
     ]
     if not measured:
         raise UserError("tune.learn", path, "needs a trial that was measured")

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,31 @@ from trainers.measure.trial import Turn, measure_turn
 MeasureTurn = Callable[..., Turn]
 """Type of the function that every rank runs: `trainers.measure.trial.measure_turn`."""
 
-_STANDARD_ERRORS = 2.0  # half the width of an interval
+_SURE = 0.95  # level of all intervals
 _LEAST_NOISE = 0.01  # smallest assumed noise, relative to the ratio, because a few turns may agree by chance
+
+
+def interval(ratios: Sequence[float], among: int = 1) -> tuple[float, float]:
+    """Return the range that holds the true ratio in 95 % of cases, from some measured ratios.
+
+    From enough ratios their order alone says it: the median lies between the k-th smallest and the k-th largest one, whatever the
+    noise is like. For fewer it is Student's interval of their logarithms. It is wide for two of them, and endless for one.
+
+    Args:
+        among: number of ranges that shall all hold at once (Bonferroni), where the best of so many settings is chosen.
+    """
+    from scipy.stats import binom, t
+
+    count, doubt = len(ratios), (1 - _SURE) / among
+    if (place := int(binom.ppf(doubt / 2, count, 0.5))) > 0:  # fewer than so many on one side of the median are no chance
+        ordered = sorted(ratios)
+        return ordered[place - 1], ordered[-place]
+    if count < 2:
+        return 0.0, math.inf
+    logs = np.log(ratios)
+    half = t.isf(doubt / 2, count - 1) * max(logs.std(ddof=1), _LEAST_NOISE) / math.sqrt(count)
+    low, high = np.exp(np.clip([logs.mean() - half, logs.mean() + half], -700, 700))
+    return float(low), float(high)
 
 
 @dataclass
@@ -53,11 +75,9 @@ class Measurement:
 
     @property
     def half_interval(self) -> float:
-        """Half the width of the ratio's interval; infinite after a single turn."""
-        if len(self.ratios) < 2:
-            return math.inf
-        noise = max(statistics.stdev(self.ratios), _LEAST_NOISE * self.ratio)
-        return _STANDARD_ERRORS * noise / math.sqrt(len(self.ratios))
+        """How far the ratio's interval goes to its farther end; infinite after a single turn."""
+        low, high = interval(self.ratios)
+        return max(high - self.ratio, self.ratio - low)
 
     def over_bound(self) -> float | None:
         """Return the recorded step over the time that no order of its ops can beat; None if no step was recorded."""
@@ -65,7 +85,7 @@ class Measurement:
 
     def is_surely_slower_than(self, ratio: float) -> bool:
         """Whether the setting's whole interval lies above a ratio, so that the difference is more than noise."""
-        return self.ratio - self.half_interval > ratio
+        return interval(self.ratios)[0] > ratio
 
     def add(self, turns: Sequence[Turn], reference: Sequence[Turn]) -> None:
         """Add one turn of the setting and one of the unchanged recipe, each given by rank."""
@@ -144,11 +164,11 @@ def _slowest(ranks: Sequence[Turn]) -> list[float]:
 
 @dataclass(frozen=True)
 class Gain:
-    """The speed of the winner relative to the unchanged recipe, from the comparison at the end of a study.
+    """The speed of a setting relative to the unchanged recipe, from the run-off at the end of a study.
 
     Args:
-        times: step time of the unchanged recipe over that of the winner, the median of all pairs of neighbouring turns.
-        low, high: the 95 % interval of `times`, by resampling the pairs.
+        times: step time of the unchanged recipe over that of the setting, the median of all pairs of neighbouring turns.
+        low, high: the interval of `times`. The intervals of all settings of a run-off hold at once in 95 % of cases.
     """
 
     times: float
@@ -156,16 +176,24 @@ class Gain:
     high: float
     pairs: int
 
+    @classmethod
+    def of(cls, times: Sequence[float], among: int = 1) -> Gain:
+        """Make the gain of a setting from all pairs, in a run-off among some settings."""
+        return cls(statistics.median(times), *interval(times, among), len(times))
 
-def measure_gain(bench: Bench, recipe: Recipe, pairs: int) -> Gain:
-    """Measure how many times as fast as the bench's reference a recipe is. A pair is a turn of each; one more warms up."""
-    seconds: list[float] = []
-    for _ in range(pairs + 1):
-        seconds += [bench.measure_step(bench.reference), bench.measure_step(recipe)]
-    ratios = [before / after for before, after in list(pairwise(seconds))[::2]][1:]  # the first pair warms up
-    resampled = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(resampled, axis=1), (0.025, 0.975))
-    return Gain(statistics.median(ratios), float(low), float(high), len(ratios))
+
+def measure_pairs(bench: Bench, recipe: Recipe, pairs: int, among: int = 1, enough: float = 0.0) -> list[float]:
+    """Measure how many times as fast as the bench's reference a recipe is, in pairs of a turn of each; one more warms up.
+
+    It stops early once the recipe is surely less than `enough` times as fast.
+    """
+    times: list[float] = []
+    for number in range(pairs + 1):
+        ratio = bench.measure_step(bench.reference) / bench.measure_step(recipe)
+        times += [ratio] if number else []
+        if times and interval(times, among)[1] < enough:
+            break
+    return times
 
 
 def disjoint_nodes(workers: int, alive: list[dict[str, Any]], needs: dict[str, float], most: int) -> list[list[str]]:

@@ -19,12 +19,13 @@ class Outcome:
 
     Args:
         recipe: the recipe with the best setting.
-        best: the fastest feasible setting, or that of the unchanged recipe if the fastest one lost the final comparison.
+        best: the setting that won the run-off, or that of the unchanged recipe if none is surely faster.
         seconds: time of a step with the best setting, in seconds, comparable with `reference_s`.
         reference_s: time of a step of the unchanged recipe at the start of the study, in seconds.
         trials: all trials in their order, lost ones included.
-        gain: the result of the final comparison; None if the unchanged recipe is the best.
+        gain: the winner's result in the run-off; None if the unchanged recipe is the best.
         table: all legal settings.
+        run_off: the trials that could be the best, the fastest first, each with its result, or with why it has none.
         front: trials that no other trial beats at both time and memory, the fastest first; empty if memory was no objective.
     """
 
@@ -36,6 +37,13 @@ class Outcome:
     gain: Gain | None
     table: Settings
     front: tuple[StoredTrial, ...] = ()
+    run_off: tuple[tuple[StoredTrial, Gain | str], ...] = ()
+
+    @property
+    def winner(self) -> StoredTrial | None:
+        """The trial of the best setting; None if it was not tried."""
+        best = self.table.number[self.best]
+        return next((trial for trial in self.counted if trial.row == best), None)
 
     @property
     def counted(self) -> list[StoredTrial]:

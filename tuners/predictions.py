@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from foldray.costs.apart import ApartWork, Sides
@@ -12,10 +12,11 @@ from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import ledger
 from foldray.costs.rank import OpWork
+from foldray.orders import AUTO
 from foldray.plan.listed import step_seconds
 from foldray.plan.placing import apart_seconds
 from foldray.refold import as_candidate
-from tuners.space import Settings, apply_setting
+from tuners.space import Setting, Settings, apply_setting
 
 _MOST_SIMULATED = 500  # rows; for a larger table the planner simulates parts of steps, which is faster and less exact
 
@@ -26,9 +27,9 @@ class Predictions(NamedTuple):
     seconds: list[float]
     peak_bytes: list[float]
 
-    def fastest(self, count: int) -> list[int]:
-        """Return the indices of the rows with the shortest predicted steps, the fastest first."""
-        return sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[:count]
+    def fastest(self, count: int, among: Iterable[int]) -> list[int]:
+        """Return the indices of the rows with the shortest predicted steps among some, the fastest first."""
+        return sorted(among, key=self.seconds.__getitem__)[:count]
 
 
 def predict_rows(table: Settings, hardware: Hardware, on_row: Callable[[int], None] = lambda done: None) -> Predictions:
@@ -51,4 +52,16 @@ def predict_rows(table: Settings, hardware: Hardware, on_row: Callable[[int], No
         peak_bytes.append(ledger(candidate, OpWork(candidate, device, memo=shared).rank).total)
         seconds.append(step_seconds(candidate, device, shared, whole=len(table.rows) <= _MOST_SIMULATED))
     on_row(len(table.rows))
-    return Predictions(seconds, peak_bytes)
+    return Predictions(_with_choice(table, seconds), peak_bytes)
+
+
+def _with_choice(table: Settings, seconds: list[float]) -> list[float]:
+    """Return the seconds with those of `auto`: the least of all rows that differ from it in their order alone."""
+
+    def but_order(row: Setting) -> Setting:
+        return row._replace(kind="", degree=1, slicing="", batch_degree=1, attention_degree=1)
+
+    least: dict[Setting, float] = {}
+    for row, of_row in zip(table.rows, seconds, strict=True):
+        least[but_order(row)] = min(of_row, least.get(but_order(row), of_row))
+    return [least[but_order(row)] if row.kind == AUTO.name else of_row for row, of_row in zip(table.rows, seconds, strict=True)]

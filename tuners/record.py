@@ -51,7 +51,7 @@ class TrialRecord(_Record):
         hosts: addresses of the nodes on which the trial was measured.
         seconds: seconds of a step of the setting: `ratio` times a step of the unchanged recipe at the study's start.
         ratio: the step's duration relative to the unchanged recipe, measured side by side.
-        ratio_half_interval: half the width of the ratio's interval at two standard errors; None after a single turn.
+        ratio_half_interval: from the ratio to the farther end of its 95 % interval; None after a single turn.
         peak_gib: memory of the fullest rank, in GiB.
         compute_ms: computation in one step, in milliseconds; the largest of all ranks.
         exposed_comm_ms: exposed communication in one step, in milliseconds; the largest of all ranks.
@@ -95,13 +95,17 @@ class TrialRecord(_Record):
 
 
 class Comparison(_Record):
-    """The final comparison of a study: the table's row that was compared with the unchanged recipe, and its `Gain`."""
+    """A comparison in a study's run-off.
+
+    Args:
+        row: the table's row that was compared with the unchanged recipe.
+        asked: number of pairs of turns that were asked for. There are fewer if the row was surely not the best.
+        times: step time of the unchanged recipe over that of the row, by pair.
+    """
 
     row: int
-    times: Positive
-    low: Positive
-    high: Positive
-    pairs: int
+    asked: int
+    times: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class StudyRecord(_Record):
@@ -110,11 +114,12 @@ class StudyRecord(_Record):
     Args:
         space: hash of the study's recipe and table of settings.
         reference_s: seconds of a step of the unchanged recipe at the study's start.
+        comparisons: those of the run-off, of the settings that could be the best.
     """
 
     space: str | None = None
     reference_s: Positive | None = None
-    comparison: Annotated[Comparison | None, Field(strict=False)] = None
+    comparisons: Annotated[tuple[Comparison, ...], Field(strict=False)] = ()
     mlflow_run_id: str | None = None
 
 

@@ -12,6 +12,7 @@ import optuna
 import yaml
 from optuna.trial import TrialState
 
+from tuners.measure import Gain
 from tuners.outcome import Outcome
 from tuners.pictures import draw_front, draw_history, draw_importance, draw_predicted
 from tuners.record import StoredTrial, TrialRecord
@@ -61,7 +62,11 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     gain = outcome.gain
     return {
         "best": outcome.best._asdict(), "step_time_s": outcome.seconds, "reference_step_time_s": outcome.reference_s,
-        "gain": gain and asdict(gain),
+        "best_trial": outcome.winner and outcome.winner.number, "gain": gain and asdict(gain),
+        "run_off": [
+            {"number": trial.number, **(asdict(result) if isinstance(result, Gain) else {"failure": result})}
+            for trial, result in outcome.run_off
+        ],
         "trials": [
             {"number": trial.number, "state": trial.state.name.lower(), **trial.record.summary()} for trial in outcome.counted
         ],
@@ -70,12 +75,28 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def gain_line(outcome: Outcome) -> str:
-    gain = outcome.gain
-    if gain is None:
-        return "The recipe as it stands is the best that was tried."
+    """Say how much faster the best setting is, and which trial it was. Every report of a study has this line."""
+    compared = [(trial, result) for trial, result in outcome.run_off if isinstance(result, Gain)]
+    if outcome.gain is not None:
+        line = f"{told_gain(outcome.gain)}."
+        line += f" It was trial {outcome.winner.number}." if outcome.winner else ""
+    elif compared:
+        trial, gain = compared[0]
+        line = (
+            f"No setting is surely faster than the recipe as it stands. The nearest, trial {trial.number}, is {told_gain(gain)}."
+        )
+    else:
+        line = "The recipe as it stands is the best that was tried."
+    kept = [trial for trial in outcome.counted if trial.state == TrialState.COMPLETE and trial.record.ratio]
+    first = min(kept, key=lambda trial: trial.record.ratio or 0.0, default=None)
+    if first is not None and first.row != outcome.table.number[outcome.best]:
+        line += f" Trial {first.number} had the shortest step of all trials, but did not win."
+    return line
+
+
+def told_gain(gain: Gain) -> str:
     interval = f"95 %: {gain.low:.2f} to {gain.high:.2f}, {gain.pairs} pairs"
-    doubt = "" if gain.low > 1 else ", not surely faster"
-    return f"{gain.times:.2f} times as fast as the recipe as it stands ({interval}{doubt})."
+    return f"{gain.times:.2f} times as fast as the recipe as it stands ({interval})"
 
 
 def trials_table(outcome: Outcome) -> str:
@@ -93,15 +114,18 @@ def trials_table(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def trial_note(record: TrialRecord) -> str:
-    """Describe a trial in Markdown, for Optuna's dashboard."""
+def trial_note(record: TrialRecord, result: Gain | str | None = None) -> str:
+    """Describe a trial in Markdown, for Optuna's dashboard. `result` is what the run-off says, once it has said it."""
     if record.seconds is None or record.ratio is None or record.reason:
         return f"**{record.setting}** could not be measured: {record.reason or 'failed'}."
     times = f"{1 / record.ratio:.2f} times as fast" if record.ratio < 1 else f"{record.ratio:.2f} times as slow"
     text = f"**{record.setting}** takes {record.seconds * 1e3:.0f} ms a step: {times} as the recipe as it stands."
-    if record.predicted_s is None:
-        return text
-    return f"{text} The planner had said {record.predicted_s * 1e3:.0f} ms ({record.predicted_s / record.seconds - 1:+.0%})."
+    if record.predicted_s is not None:
+        off = record.predicted_s / record.seconds - 1
+        text += f" The planner had said {record.predicted_s * 1e3:.0f} ms ({off:+.0%})."
+    if result is not None:
+        text += f" In the run-off: {told_gain(result) if isinstance(result, Gain) else result}."
+    return text
 
 
 class _Cells(NamedTuple):
@@ -122,7 +146,7 @@ class _Cells(NamedTuple):
         return cls(
             setting=record.setting or "",
             step_ms="–" if record.seconds is None else f"{record.seconds * 1e3:.0f}",
-            noise="" if noise is None else f"{noise:.1%}",
+            noise="" if noise is None else f"{noise:.1%}" if noise < 1 else "> 99%",
             predicted_ms="" if record.predicted_s is None else f"{record.predicted_s * 1e3:.0f}",
             memory_gib="" if record.peak_gib is None else f"{record.peak_gib:.2f}",
             over_bound="" if record.over_bound is None else f"{record.over_bound:.2f}",
@@ -146,6 +170,17 @@ def _page(outcome: Outcome, importance: Mapping[str, float], files: Mapping[str,
         f"The best recipe is in `{files['best']}`; `foldray train {files['best']}` runs it.", "",
         f"![Steps that were measured]({files['history']})", "",
     ]  # fmt: skip
+    if outcome.run_off:
+        lines += ["What could be the best, beside the recipe as it stands once more:", "", "| trial | setting | times as fast |"]
+        lines += ["|---:|---|---|"]
+        for trial, result in outcome.run_off:
+            told = (
+                f"{result.times:.2f} ({result.low:.2f} to {result.high:.2f}, {result.pairs} pairs)"
+                if isinstance(result, Gain)
+                else result
+            )
+            lines.append(f"| {trial.number} | {trial.record.setting} | {told} |")
+        lines.append("")
     if "predicted" in files:
         lines += [f"![Predicted and measured steps]({files['predicted']})", ""]
     if "front" in files:

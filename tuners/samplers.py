@@ -275,7 +275,8 @@ class TableSampler(BaseSampler):
         """Return the indices of the rows without a trial that are not predicted to need too much memory."""
         known = [trial for trial in trials if trial.has_row]
         taken = set(_rows(known))
-        untried = [number for number in range(len(self.table.rows)) if number not in taken]
+        free = (number for number in range(len(self.table.rows)) if number not in taken)
+        untried = self.table.within_reach(free, {trial.row: trial.record.seconds for trial in known if trial.row is not None})
         if self.predictions is None:
             return untried
         peak_bytes = self.predictions.peak_bytes

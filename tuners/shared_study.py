@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 
 import optuna
@@ -25,7 +24,6 @@ from optuna.trial import FrozenTrial, TrialState
 from foldray.errors import UserError
 from foldray.recipe import Recipe
 from foldray.urls import told_without
-from tuners.measure import Gain
 from tuners.predictions import Predictions
 from tuners.record import (
     Comparison,
@@ -53,7 +51,8 @@ _log = logging.getLogger(__name__)
 class SharedStudy:
     """The study of a recipe. It is created if it does not exist.
 
-    The first trials of a new study measure the rows with the best predictions or, without predictions, the unchanged recipe.
+    The first trial of a new study measures the unchanged recipe beside itself, which shows the noise (an A/A trial). If there are
+    predictions, the rows with the best ones are next.
     `url` is that of the storage.
     """
 
@@ -106,17 +105,17 @@ class SharedStudy:
                 write_study(self.study, StudyRecord(reference_s=known))
         return known
 
-    def gain(self, row: int, pairs: int, measure: Callable[[], Gain]) -> Gain:
-        """Return the final comparison of the table's row that won. The first tuner calls `measure` for all tuners.
+    def pairs_of(self, row: int, asked: int, measure: Callable[[], list[float]]) -> Sequence[float]:
+        """Return how many times as fast as the unchanged recipe a row is, by pair of turns of the run-off.
 
-        A comparison with fewer `pairs` of turns is made again.
+        The first tuner calls `measure` for all tuners. For more pairs than were asked for then, it is called again.
         """
         with self._lock():
-            known = read_study(self.study).comparison
-            if known is None or known.row != row or known.pairs < pairs:
-                known = Comparison(row=row, **asdict(measure()))
-                write_study(self.study, StudyRecord(comparison=known))
-        return Gain(**known.model_dump(exclude={"row"}))
+            known = {compared.row: compared for compared in read_study(self.study).comparisons}
+            if row not in known or known[row].asked < asked:
+                known[row] = Comparison(row=row, asked=asked, times=tuple(measure()))
+                write_study(self.study, StudyRecord(comparisons=tuple(known.values())))
+        return known[row].times
 
     def best_ratio(self) -> float | None:
         """Return the smallest ratio of all feasible trials that were measured to their end; None if there are none."""
@@ -139,14 +138,13 @@ class SharedStudy:
             rule = "is a study of another recipe or another space; choose another name"
             raise UserError("tune.study", self._spec.study, rule)
         write_study(self.study, StudyRecord(space=fingerprint))
-        table = self._table
-        if self._predictions is None:
-            first = [table.number[table.default]] if table.default in table.number else []
-        else:
-            starts = min(self._spec.starts, self._spec.trials) if SAMPLERS[self._spec.sampler].starts else 0
-            first = self._predictions.fastest(starts)
-        for number in first:
-            self.study.enqueue_trial(table.params(table.rows[number]), skip_if_exists=True)
+        first = [self._table.default]
+        if self._predictions is not None and SAMPLERS[self._spec.sampler].starts:
+            starts = min(self._spec.starts, self._spec.trials)
+            fastest = self._predictions.fastest(starts, self._sampler.untried_rows([]))
+            first += [self._table.rows[number] for number in fastest]
+        for row in first:
+            self.study.enqueue_trial(self._table.params(row), skip_if_exists=True)
 
     def _lock(self) -> AbstractContextManager[None]:
         return storage_lock(self._url, self._spec.study)

@@ -24,6 +24,14 @@ class Table(Generic[Row]):
     def __init__(self, rows: Iterable[Row]):
         self.rows = list(dict.fromkeys(rows))
 
+    def within_reach(self, rows: Iterable[int], seconds: Mapping[int, float | None]) -> list[int]:
+        """Return the rows that may be tried next: all of them.
+
+        Args:
+            seconds: by row that was tried, the seconds of a step; None if it failed.
+        """
+        return list(rows)
+
     @cached_property
     def number(self) -> dict[Row, int]:
         """The index of every row in `rows`."""

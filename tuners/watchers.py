@@ -113,6 +113,8 @@ class DashboardNotes(Watcher):
         from optuna_dashboard import save_note
 
         save_note(study, f"**{outcome.best}**. {report.gain_line(outcome)}")
+        for trial, result in outcome.run_off:
+            save_note(optuna.Trial(study, trial.trial_id), report.trial_note(trial.record, result))
 
 
 class MlflowRuns(Watcher):
@@ -149,11 +151,16 @@ class MlflowRuns(Watcher):
         self._try(self._log_trial, trial)
 
     def on_study_end(self, study: optuna.Study, outcome: Outcome) -> None:
-        metrics = {"best_step_time_s": outcome.seconds}
+        metrics = {"best_step_time_s": outcome.seconds, "reference_step_time_s": outcome.reference_s}
         if outcome.gain is not None:
             metrics |= {"gain": outcome.gain.times, "gain_low": outcome.gain.low, "gain_high": outcome.gain.high}
+        metrics |= {f"importance_{name}": share for name, share in report.knob_importance(study).items()}
         for name, value in metrics.items():
             self._try(self._client.log_metric, self.study_run_id, name, value)
+        tags = {"best": str(outcome.best), "outcome": report.gain_line(outcome)}
+        tags |= {"best_trial": str(outcome.winner.number)} if outcome.winner else {}
+        for name, text in tags.items():
+            self._try(self._client.set_tag, self.study_run_id, f"foldray.{name}", text)
 
     def close(self, status: str, files: list[Path]) -> None:
         """Store files and end the study's run, if the run has been created."""

@@ -9,6 +9,7 @@ from pydantic import Field, PlainSerializer
 
 from foldray.blueprint.sections import LARGEST
 from foldray.errors import UserError
+from foldray.fold import Fold
 from foldray.kinds import RECOMPUTABLE
 from foldray.orders import AUTO, KINDS, order_kind, overlap_kind
 from foldray.tables import IMPORTABLE, OWN, among
@@ -44,6 +45,7 @@ def _check_family(value: str) -> None:
 
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+WorkersOrNone = Annotated[int, Field(ge=0, le=MOST_WORKERS)]
 SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 Degree = Annotated[int, Field(ge=1, le=MOST_PIECES)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
@@ -60,6 +62,8 @@ Sizes = Annotated[tuple[Size, ...], Few]
 Operations = Annotated[tuple[Annotated[str, among(RECOMPUTABLE)], ...], Field(max_length=len(RECOMPUTABLE))]
 OrderName = Annotated[str, among((*KINDS, OWN), order_kind)]
 OverlapName = Annotated[str, among((AUTO.name, *KINDS, OWN), overlap_kind)]
+AxisOrder = Annotated[str, among(("a permutation of tp-cp-dp-pp",), lambda order: Fold(1, order=order))]
+MoeAxisOrder = Annotated[str, among(("a permutation of etp-ep-edp-pp",), lambda order: Fold(1, moe_order=order))]
 OwnRow = Annotated[str, among((OWN,), _check_own)]
 """An object in a module of the user's."""
 FamilyName = Annotated[str, among(("MODEL_TYPE", OWN), _check_family)]

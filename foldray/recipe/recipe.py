@@ -281,9 +281,8 @@ def _check_backend(recipe: Description) -> None:
 
 
 def _check_space(recipe: Description) -> None:
-    if recipe.tune.space.attention is not None and recipe.placement is None:
-        rule = "is for experts with workers of their own; it needs the section placement"
-        raise UserError("tune.space.attention", list(recipe.tune.space.attention), rule, ["null"])
+    if recipe.tune.space.attention == "auto" and recipe.tune.hardware is None:
+        raise UserError("tune.space.attention", "auto", "needs tune.hardware, whose roofline says where to begin", ["a list"])
     if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
         rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
         raise UserError("tune.space", f"{settings} settings of every fold", rule)

@@ -12,7 +12,9 @@ from foldray.orders import SEARCHED
 from foldray.recipe.bounds import (
     MOST_S,
     MOST_TURNS,
+    AxisOrder,
     Few,
+    MoeAxisOrder,
     Name,
     Operations,
     OrderName,
@@ -23,17 +25,22 @@ from foldray.recipe.bounds import (
     Turns,
     Url,
     Workers,
+    WorkersOrNone,
 )
 
 DEGREES = (1, 2, 4, 8)
 """The degrees that a tuner tries if the recipe lists none."""
 
 
+_SIZES = ("tp", "cp", "pp", "ep", "etp", "attention")
+
+
 class SpaceSpec(Strict):
-    """The settings that `foldray tune` may try: all legal combinations of these values.
+    """The settings that `foldray tune` may try: the recipe's own, and all legal combinations of these values.
 
     A list of one value settles a key. More values may hold a faster setting, but more trials are needed to find it. Where a key
-    is null, the recipe's own value is always among those that are tried.
+    is null, the recipe's own value is always among those that are tried. Where all keys are null, the recipe's own fold is also
+    tried with neighbouring values of the other keys, one at a time, and with every kernel that is installed.
     """
 
     tp: Sizes | None = None
@@ -46,9 +53,10 @@ class SpaceSpec(Strict):
     """Expert-parallel sizes. Null is every legal size."""
     etp: Sizes | None = None
     """Expert-tensor-parallel sizes. Null is every legal size."""
-    attention: Sizes | None = None
-    """Workers for attention, of a recipe with `placement`; the others are for the experts. Null is
-    the recipe's number."""
+    attention: Annotated[tuple[WorkersOrNone, ...], Few] | Literal["auto"] | None = None
+    """Workers for attention; the others are for the experts. 0 is for workers that have both. `auto`
+    begins where a roofline of both halves puts the split, which needs `hardware`, and walks from
+    the fastest split that it has measured to the next ones. Null is as the recipe says."""
     virtual_stages: Sizes | None = None
     """Stages per pipeline position. Null is the recipe's number."""
     micro_batch: Sizes | None = None
@@ -77,13 +85,24 @@ class SpaceSpec(Strict):
     step. Null is the recipe's own `reduction` and `sp_bytes`."""
     dispatch: Annotated[tuple[Literal["assignment", "rank"], ...], Few] | None = None
     """What a token travels for (`moe.dispatch`). Null is the recipe's own."""
+    ep_inside: Sizes | None = None
+    """Workers of an expert-parallel group that share a node (`fold.ep_inside`), with `dispatch: rank`.
+    Null is the recipe's own."""
+    zero: Annotated[tuple[Literal[0, 1, 2], ...], Few] | None = None
+    """Stages of ZeRO (`engine.zero`). Null is the recipe's own."""
+    backend: Annotated[tuple[Literal["torch", "tutel", "deepspeed"], ...], Few] | None = None
+    """Kernels of the MoE layers (`moe.backend`). Null is the recipe's own."""
+    order: Annotated[tuple[AxisOrder, ...], Few] | None = None
+    """Orders of attention's axes (`fold.order`), which decide what crosses nodes. Null is the
+    recipe's own."""
+    moe_order: Annotated[tuple[MoeAxisOrder, ...], Few] | None = None
+    """Orders of the experts' axes (`fold.moe_order`). Null is the recipe's own."""
 
     @property
     def settings_of_a_fold(self) -> int:
         """The number of combinations of the given lists for one choice of parallel sizes, without lists that are null."""
-        lists = (self.virtual_stages, self.micro_batch, self.kind, self.degree, self.slicing, self.batch_degree, self.recompute)
-        more = self.sp_bytes, self.dispatch, self.attention_degree
-        return math.prod(len(values) for values in (*lists, *more) if values is not None)
+        lists = (getattr(self, name) for name in type(self).model_fields if name not in _SIZES)
+        return math.prod(len(values) for values in lists if values is not None)
 
 
 class TuneSpec(Strict):

@@ -77,10 +77,10 @@ def test_a_study_is_read_as_it_was_written(study: optuna.Study) -> None:
     write_study(study, StudyRecord(reference_s=2.0, mlflow_run_id="r"))
     assert read_study(study) == StudyRecord(space="abc", reference_s=2.0, mlflow_run_id="r")
     assert study.user_attrs == {"space": "abc", "reference_s": 2.0, "mlflow_run_id": "r"}
-    comparison = {"row": 3, "times": 1.1, "low": 1.0, "high": 1.2, "pairs": 9}
-    write_study(study, StudyRecord(comparison=Comparison(**comparison)))
-    assert read_study(study).comparison == Comparison(**comparison)
-    assert study.user_attrs["comparison"] == comparison
+    comparison = {"row": 3, "asked": 9, "times": [1.1, 1.2]}
+    write_study(study, StudyRecord(comparisons=(Comparison(**comparison),)))
+    assert read_study(study).comparisons == (Comparison(row=3, asked=9, times=(1.1, 1.2)),)
+    assert study.user_attrs["comparisons"] == [comparison]
 
 
 def test_what_is_not_set_is_not_written_and_leaves_what_was(study: optuna.Study) -> None:
@@ -142,7 +142,7 @@ def test_a_trial_of_another_table_is_passed_over(name: SamplerName) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"reference_s": "slow"}, {"reference_s": -1.0}, {"space": 3}, {"mlflow_run_id": ["r"]}, {"comparison": {"times": 1.0}}],
+    [{"reference_s": "slow"}, {"reference_s": -1.0}, {"space": 3}, {"mlflow_run_id": ["r"]}, {"comparisons": [{"times": 1.0}]}],
     ids=str,
 )
 def test_a_study_that_cannot_be_read_is_refused_in_one_line(damage: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def test_a_study_that_cannot_be_read_is_refused_in_one_line(damage: dict[str, An
     with pytest.raises(UserError) as caught:
         read_study(study)
     (name,) = damage
-    assert re.match(rf"tune\.study=s: is a study whose attributes cannot be read \({name}(\.row)?: ", str(caught.value))
+    assert re.match(rf"tune\.study=s: is a study whose attributes cannot be read \({name}(\.0\.\w+)?: ", str(caught.value))
     assert str(caught.value).endswith("; choose another name")
     assert "\n" not in str(caught.value)
 

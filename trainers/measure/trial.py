@@ -11,6 +11,7 @@ import gc
 import resource
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from foldray.runtime import Engine, Trace
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import together, wait_for
 from trainers.worker.engines import make_engine
+from trainers.worker.online import Knobs
+from trainers.worker.orders import online_search
 
 
 class Turn(NamedTuple):
@@ -100,6 +103,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
     batches = random_batches(recipe, groups, device)
     engines[key] = ready = _Ready(recipe, engine, groups, batches, before)
     execution = engine.execution
+    _choose_order(ready, device, state.setdefault("chosen", {}), key)
     _step(ready, device)
     execution.trace = Trace(device)
     while execution.lacks_costs:
@@ -107,6 +111,26 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
         execution.learn_costs()
     execution.trace = None
     return ready
+
+
+def _choose_order(ready: _Ready, device: torch.device, chosen: dict[str, Knobs], key: str) -> None:
+    """Choose the order of `schedule.kind: auto` as training would, in steps before the measured ones.
+
+    What was chosen for a recipe is kept, so an engine that is built again has the same order.
+    """
+    search, online = online_search(ready.recipe, ready.engine.execution, device, None, lambda: 0)
+    if search is None or not online.worth():
+        return
+    if key in chosen:
+        online.choose(chosen[key])
+        return
+    steps = online.search(search, lambda record: None)
+    with suppress(StopIteration):
+        next(steps)
+        while True:
+            steps.send(_step(ready, device))
+    assert online.chosen is not None
+    chosen[key] = online.chosen
 
 
 def _step(ready: _Ready, device: torch.device) -> float:
