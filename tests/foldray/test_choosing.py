@@ -83,7 +83,7 @@ def test_a_recipe_that_is_slower_than_need_be_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["schedule.kind=auto"], [*STREAM, "cluster.gpu=false", "precision=float32"]], ids=["fast", "auto", "no GPU"]
+    "changes", [[], ["schedule.kind=auto"], [*STREAM, "cluster.gpu=false", "tune.hardware=null"]], ids=["fast", "auto", "no GPU"]
 )
 def test_nothing_is_told_of(changes: list[str]) -> None:
     assert told_of_orders(gpus(*changes)) is None
