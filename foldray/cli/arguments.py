@@ -105,6 +105,8 @@ def _add_measuring(commands: Any) -> None:
     _add_recipe(command, joins=True)
     meaning = "schedule to measure, such as stream:4 or stream:4/2; repeat the option to compare several"
     command.add_argument("--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help=meaning)
+    meaning = "length of the sequences (default: data.seq_len of the recipe); repeat the option to measure several"
+    command.add_argument("--length", dest="lengths", type=int, action="append", default=[], metavar="N", help=meaning)
     meaning = "rounds; each round runs every schedule once (default %(default)s)"
     command.add_argument("--rounds", type=int, default=7, metavar="N", help=meaning)
     command.add_argument(

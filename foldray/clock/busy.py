@@ -18,13 +18,12 @@ from foldray.kinds import OP_KINDS
 
 OTHERS, HOST = "others", "host"
 CAUSES: Mapping[str, str] = {
-    **{name: row.label for name, row in OP_KINDS.items() if row.travels is None},
-    **{name: f"{row.label}, exposed" for name, row in OP_KINDS.items() if row.travels},
+    **{name: row.label for name, row in OP_KINDS.items()},
     OTHERS: "waits for other workers",
     HOST: "between ops",
 }
-"""What the time of a step goes to, with labels: kinds of ops that compute, kinds that travel while nothing computes, the wait
-for ranks that have not come so far, and the time in which no op runs, which the host needs to start ops."""
+"""What the time of a step goes to, with labels: kinds of ops (those that travel, where nothing computes), the wait for ranks that
+have not come so far, and the time in which no op runs, because the host has not started one yet."""
 
 
 class Busy(NamedTuple):
