@@ -206,6 +206,8 @@ def _add_watching(commands: Any) -> None:
         commands, "status", "Show how a run is doing: its step, its last checkpoint, its failures, and what its ranks do."
     )
     _add_run(command, "folder of a run, which may still train")
+    meaning = "also show after how many steps, tokens and seconds the losses stayed at or below X nats per token; may be repeated"
+    command.add_argument("--loss", dest="losses", type=float, action="append", default=[], metavar="X", help=meaning)
 
     command = _add(commands, "health", "Show how evenly a run uses its experts: full, dead and starved ones, by MoE layer.")
     _add_run(command, "folder of a run, which may still train")

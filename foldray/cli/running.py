@@ -110,7 +110,7 @@ def eval_(given: argparse.Namespace) -> int:
 def status(given: argparse.Namespace) -> int:
     from trainers.driver.status import RunStatus
 
-    run = RunStatus.at(given.run, given.trust)
+    run = RunStatus.at(given.run, given.trust, given.losses)
     return say_either(given, run.document, run.text)
 
 
