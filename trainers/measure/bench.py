@@ -72,7 +72,7 @@ def bench(recipe: Recipe, names: Sequence[str], rounds: int, lengths: Sequence[i
         raise UserError("rounds", rounds, "must be at least 1")
     recipes = [_of_length(recipe, length) for length in dict.fromkeys(lengths)] or [recipe]
     chosen = [{name: each.named_ordering(name) for name in names} or _defaults(each) for each in recipes]
-    results, slices, lacks_energy = list[dict[str, Any]](), [], None
+    results, slices, lacks_energy = list[dict[str, Any]](), list[tuple[int, int, float]](), None
     for each, orderings in zip(recipes, chosen, strict=True):
         of_length = f" of {each.data.seq_len} tokens" if lengths else ""
         message = f"{len(orderings)} schedules{of_length}, {rounds} rounds, on {each.cluster.workers} workers …"
