@@ -161,8 +161,9 @@ def test_the_time_to_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "loss=nan: must be a number, in nats per token" in capsys.readouterr().err
 
 
-def test_a_loss_that_rose_again_is_not_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = [2.0] * 30 + [5.0] * 30
+@pytest.mark.parametrize("then", [5.0, math.inf])
+def test_a_loss_that_rose_again_is_not_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str], then: float) -> None:
+    losses = [2.0] * 30 + [then] * 30
     run = write(tmp_path, *(step(number, loss) for number, loss in enumerate(losses, 1)), validation(60, 9.0), beats=False)
     assert main(["status", str(run), "--json", "--loss", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["reached"] == [{"loss": 3.0, "training": None, "validation": None}]
