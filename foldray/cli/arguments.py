@@ -157,6 +157,10 @@ def _add_planning(commands: Any) -> None:
     command.add_argument("--list", type=int, default=0, metavar="N", help=meaning)
     meaning = "plan workers of their own for the experts (DisagMoE), and compare them with the best plan without"
     command.add_argument("--disaggregate", action="store_true", help=meaning)
+    meaning = "with --disaggregate: the cluster of the experts' GPUs, if they are of another kind; --gpus counts both kinds"
+    command.add_argument("--expert-cluster", metavar="NAME", help=meaning)
+    meaning = "with --disaggregate: number of the experts' GPUs, out of --gpus (default: any)"
+    command.add_argument("--expert-gpus", type=int, metavar="N", help=meaning)
     meaning = "also draw step time against memory; with --disaggregate, the roofline of both sides"
     command.add_argument("--picture", metavar="FILE.png", help=meaning)
     command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")

@@ -95,10 +95,11 @@ class ApartWork(OpWork):
         candidate = replace(candidate, job=replace(candidate.job, dispatch="assignment"))
         fold, job, zero = candidate.fold, candidate.job, candidate.zero
         self.sides, self.senders, self.receivers = sides, fold.attention_ranks // fold.pp, fold.moe_ranks // fold.moe_pp
-        self.shared_nodes = short_of.shared_nodes if short_of else ranks_of_a_node(candidate, sides)
+        self.shared_nodes: tuple[int, int] | None = short_of.shared_nodes if short_of else ranks_of_a_node(candidate, sides)
         folds, devices = (fold, fold), (sides.attention, sides.experts)
         if self.shared_nodes:
-            folds, devices = _on_shared_nodes(fold, self.shared_nodes), tuple(map(_with_ranks, devices, self.shared_nodes))
+            folds, (own, theirs) = _on_shared_nodes(fold, self.shared_nodes), self.shared_nodes
+            devices = _with_ranks(sides.attention, own), _with_ranks(sides.experts, theirs)
         sequences = candidate.micro_batch / candidate.ordering.batch_degree
         super().__init__(
             candidate, devices[0], RankCosts(job, folds[0], devices[0], sequences, zero, self.memos[0]), self.memos[0]

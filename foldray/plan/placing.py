@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from foldray.blueprint import half_flops, ranks_of_a_token
 from foldray.blueprint.ownership import check_apart
+from foldray.clock import Busy
 from foldray.costs.apart import ApartWork, Sides
 from foldray.costs.candidate import Candidate
 from foldray.costs.device import Device
@@ -28,7 +30,8 @@ from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import GIB, Memory
 from foldray.costs.prediction import straggling
-from foldray.costs.whole import long_step
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import busy_step, long_step
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import HANDOVER, REDUCE
@@ -70,12 +73,18 @@ def roofline(space: Space) -> tuple[Demand, Allocation]:
     ep = max(n for n in divisors(model.experts) if n <= space.hardware.gpus_per_node)
     rows = ranks_of_a_token(model, ep) * model.hidden * device.bytes
     demand = Demand(attention * job.seq_len, experts * job.seq_len, rows * job.seq_len)
+    ours, theirs = kinds(space)
+    own = None if space.expert_gpus is None else space.gpus - space.expert_gpus
+    other = theirs if space.experts else None
+    return demand, allocate(demand, space.gpus, ours.flops, space.gpus, ours.nic_rate, other, own)
+
+
+def kinds(space: Space) -> tuple[Kind, Kind]:
+    """Return what the GPUs of attention and of the experts reach, and their adapters."""
     ours, theirs = (
         Kind(side.peak * side.share["gemm"], side.hardware.inter.gb_s * 1e9 * side.share["exchange"]) for side in sides(space)[:2]
     )
-    own = None if space.expert_gpus is None else space.gpus - space.expert_gpus
-    of_other_kind = theirs if space.experts else None
-    return demand, allocate(demand, space.gpus, ours.flops, space.gpus, ours.nic_rate, of_other_kind, own)
+    return ours, theirs
 
 
 def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed]:
@@ -158,6 +167,37 @@ def apart_seconds(work: ApartWork) -> float:
     rounds = FEWER_ROUNDS if quick else _ROUNDS
     step = long_step(partial(_with_passes, work), candidate.micro_batches, candidate.graph.positions, rounds, quick)
     return step.seconds * (1 + straggling(candidate.fold.world_size, work.sides.attention))
+
+
+def busy_placement(placed: Placed, space: Space) -> Busy:
+    """Return what a placement's positions are busy with, in the part of a step that is simulated."""
+    work = _short(ApartWork(placed.candidate, sides(space)))
+    return busy_step(work.candidate, work)
+
+
+def busy_shared(candidate: Candidate, hardware: Hardware) -> Busy:
+    """Return the same for workers that have both attention and experts."""
+    part = candidate.with_passes(min(candidate.micro_batches, _ROUNDS[0] * candidate.fold.pp))
+    return busy_step(part, OpWork(part, Device.of(part.job, hardware)))
+
+
+def even_split(space: Space, placed: Placed) -> Placed | None:
+    """Return the best placement with as many GPUs for attention as for the experts; None if no other split is legal, or fits."""
+    if space.expert_gpus is not None or space.experts or space.gpus % 2:
+        return None
+    if placed.candidate.fold.moe_ranks * 2 == space.gpus:
+        return placed
+    with suppress(UserError):
+        best = search_placements(replace(space, expert_gpus=space.gpus // 2), 1)[0]
+        return best if best.fits else None
+    return None
+
+
+def slower_kind(space: Space) -> Hardware:
+    """Return GPUs at which the pace of workers with both halves is set: those with fewer FLOP/s, with the smaller memory."""
+    kinds = [space.hardware, space.experts or space.hardware]
+    least = min(hardware.memory_gib for hardware in kinds)
+    return min(kinds, key=lambda hardware: hardware.peak(space.job.dtype)).model_copy(update={"memory_gib": least})
 
 
 def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
