@@ -76,6 +76,10 @@ def _check_placement(recipe: Description) -> None:
         if value is not None and not overlap_kind(value).for_placement:
             rule = "orders workers that have both attention and experts; with placement, the whole step has one order"
             raise UserError(f"schedule.{key}", value, rule, [AF_PIPE.name, LIST.name])
+    for key in ("attention_adapters", "expert_adapters"):
+        if (names := getattr(placement, key)) is not None and not recipe.cluster.gpu:
+            rule = "are for NCCL; workers without GPUs communicate over gloo (cluster.gpu)"
+            raise UserError(f"placement.{key}", list(names), rule, ["null"])
     if recipe.moe.backend == "tutel":
         rule = "Tutel's kernels copy the rows of workers that have both attention and experts; placement needs other kernels"
         raise UserError("moe.backend", recipe.moe.backend, rule, ["torch", "deepspeed"])
@@ -283,6 +287,10 @@ def _check_backend(recipe: Description) -> None:
 def _check_space(recipe: Description) -> None:
     if recipe.tune.space.attention is not None and recipe.placement is None:
         rule = "is for experts with workers of their own; it needs the section placement"
+        raise UserError("tune.space.attention", list(recipe.tune.space.attention), rule, ["null"])
+    if recipe.tune.space.attention is not None and any(recipe.adapters):
+        # A tuner's workers stay, and NCCL reads the names of adapters once in a process.
+        rule = "cannot be combined with adapters by half (placement.attention_adapters, placement.expert_adapters)"
         raise UserError("tune.space.attention", list(recipe.tune.space.attention), rule, ["null"])
     if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
         rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
