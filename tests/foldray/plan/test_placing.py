@@ -172,12 +172,13 @@ def test_the_allocator_knows_two_kinds() -> None:
     assert free.attention_nics == free.attention, "every side has the adapters of its own GPUs"
     _, one_kind = roofline(replace(KINDS, expert_gpus=None))
     assert free.experts > one_kind.experts
-    _, pinned = roofline(replace(KINDS, experts=other))
-    assert (pinned.attention, pinned.experts) == (8, 8)
-    ours, theirs = kinds(replace(KINDS, experts=other))
+    few = replace(KINDS, experts=other, expert_gpus=4)
+    _, pinned = roofline(few)
+    assert (pinned.attention, pinned.experts) == (12, 4)
+    ours, theirs = kinds(few)
     assert pinned.sides == pytest.approx((
-        max(demand.attention / 8 / ours.flops, demand.bytes / 8 / ours.nic_rate),
-        max(demand.experts / 8 / theirs.flops, demand.bytes / 8 / theirs.nic_rate),
+        max(demand.attention / 12 / ours.flops, demand.bytes / 12 / ours.nic_rate),
+        max(demand.experts / 4 / theirs.flops, demand.bytes / 4 / theirs.nic_rate),
     ))  # fmt: skip
 
 
