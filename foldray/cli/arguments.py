@@ -105,6 +105,8 @@ def _add_measuring(commands: Any) -> None:
     _add_recipe(command, joins=True)
     meaning = "schedule to measure, such as stream:4 or stream:4/2; repeat the option to compare several"
     command.add_argument("--schedule", dest="schedules", action="append", default=[], metavar="KIND:DEGREE[:LAG]", help=meaning)
+    meaning = "length of the sequences (default: data.seq_len of the recipe); repeat the option to measure several"
+    command.add_argument("--length", dest="lengths", type=int, action="append", default=[], metavar="N", help=meaning)
     meaning = "rounds; each round runs every schedule once (default %(default)s)"
     command.add_argument("--rounds", type=int, default=7, metavar="N", help=meaning)
     command.add_argument(
@@ -155,6 +157,10 @@ def _add_planning(commands: Any) -> None:
     command.add_argument("--list", type=int, default=0, metavar="N", help=meaning)
     meaning = "plan workers of their own for the experts (DisagMoE), and compare them with the best plan without"
     command.add_argument("--disaggregate", action="store_true", help=meaning)
+    meaning = "with --disaggregate: the cluster of the experts' GPUs, if they are of another kind; --gpus counts both kinds"
+    command.add_argument("--expert-cluster", metavar="NAME", help=meaning)
+    meaning = "with --disaggregate: number of the experts' GPUs, out of --gpus (default: any)"
+    command.add_argument("--expert-gpus", type=int, metavar="N", help=meaning)
     meaning = "also draw step time against memory; with --disaggregate, the roofline of both sides"
     command.add_argument("--picture", metavar="FILE.png", help=meaning)
     command.add_argument("--score", type=Path, metavar="FILE.csv", help="predict published rows instead, and print the errors")
@@ -204,6 +210,8 @@ def _add_watching(commands: Any) -> None:
         commands, "status", "Show how a run is doing: its step, its last checkpoint, its failures, and what its ranks do."
     )
     _add_run(command, "folder of a run, which may still train")
+    meaning = "also show after how many steps, tokens and seconds the losses stayed at or below X nats per token; may be repeated"
+    command.add_argument("--loss", dest="losses", type=float, action="append", default=[], metavar="X", help=meaning)
 
     command = _add(commands, "health", "Show how evenly a run uses its experts: full, dead and starved ones, by MoE layer.")
     _add_run(command, "folder of a run, which may still train")

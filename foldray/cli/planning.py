@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ def plan(given: argparse.Namespace) -> int:
     machines = hardware.load_hardware(given.cluster)
     if given.disaggregate:
         return _plan_placements(given, machines)
+    for name in ("expert_cluster", "expert_gpus"):
+        if getattr(given, name) is not None:
+            raise UserError(name, getattr(given, name), "needs --disaggregate")
     from foldray.plan import listed, search
 
     plans = search.search(_space(given, machines), given.top)
@@ -50,13 +54,17 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     demand, allocation = placing.roofline(space)
     placed = placing.search_placements(space, given.top)
     best = placed[0]
-    work = ApartWork(best.candidate, placing.sides(space, placing.adapters(allocation)))
-    shared = search.search(space, 1).best[0]
-    comparison = report.Comparison(placed, shared, demand, allocation, placing.apart_seconds(work))
+    adapters = placing.adapters(allocation)
+    more = None if space.experts else placing.apart_seconds(ApartWork(best.candidate, placing.sides(space, adapters)))
+    pace = placing.slower_kind(space)
+    shared = search.search(replace(space, hardware=pace), 1).best[0]
+    even = placing.even_split(space, best)
+    ways = {"own": placing.busy_placement(best, space), "shared": placing.busy_shared(shared.candidate, pace)}
+    comparison = report.Comparison(placed, shared, demand, allocation, more, even, ways)
     if given.picture:
         write_picture(given.picture, lambda path: _roofline_picture(comparison, space, path))
     document = partial(report.placements_document, comparison)
-    return say_either(given, document, partial(report.placements_table, comparison, machines))
+    return say_either(given, document, partial(report.placements_table, comparison, space))
 
 
 def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:
@@ -81,6 +89,7 @@ def _fit(given: argparse.Namespace) -> int:
 def _space(given: argparse.Namespace, machines: Any) -> Any:
     from foldray.blueprint import ModelSpec
     from foldray.costs.candidate import DTYPES, Job
+    from foldray.costs.hardware import load_hardware
     from foldray.plan.space import KINDS, Space
 
     recipe = recipe_of(given) if given.recipe else None
@@ -97,6 +106,9 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     if not 0 <= given.list <= 1000:
         raise UserError("list", given.list, "must be a number of results", ["0…1000"])
     check_range(given, gpus=MOST_RANKS, seq_len=2**24, global_batch=2**20, top=1000, **dict.fromkeys(AXES, MOST_RANKS))
+    if given.expert_gpus is not None and not 1 <= given.expert_gpus < given.gpus:
+        rule = f"must leave at least one of {given.gpus} GPUs to attention"
+        raise UserError("expert_gpus", given.expert_gpus, rule, [f"1…{given.gpus - 1}"])
     if not 1 <= given.imbalance <= 1000:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
     if given.skew is not None and not 0 <= given.skew <= 16:  # also for NaN
@@ -110,7 +122,13 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     named_kinds = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []
     kinds = dict.fromkeys([*KINDS, *named_kinds])
     zero = {"zero1": 1, "zero3": 3}[given.sharding]
-    return Space(job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance)
+    experts = load_hardware(given.expert_cluster, "expert_cluster") if given.expert_cluster else None
+    if experts:
+        experts.peak(job.dtype)
+    return Space(
+        job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance, experts=experts,
+        expert_gpus=given.expert_gpus,
+    )  # fmt: skip
 
 
 def _plan_picture(plans: Any, machines: Any, path: Path) -> None:

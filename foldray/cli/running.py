@@ -47,7 +47,9 @@ def bench(given: argparse.Namespace) -> int:
     if not given.skews:
         from trainers.measure.bench import bench as run
 
-        return run(recipe, given.schedules, given.rounds, as_json=given.json)
+        return run(recipe, given.schedules, given.rounds, given.lengths, as_json=given.json)
+    if given.lengths:
+        raise UserError("skew", given.skews[0], "is measured with the recipe's own length; leave out --length")
     if given.schedules:
         raise UserError("skew", given.skews[0], "is measured with the recipe's own schedule; leave out --schedule")
     from trainers.measure.uneven import bench_skews
@@ -108,7 +110,7 @@ def eval_(given: argparse.Namespace) -> int:
 def status(given: argparse.Namespace) -> int:
     from trainers.driver.status import RunStatus
 
-    run = RunStatus.at(given.run, given.trust)
+    run = RunStatus.at(given.run, given.trust, given.losses)
     return say_either(given, run.document, run.text)
 
 

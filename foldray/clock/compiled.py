@@ -133,7 +133,7 @@ class CompiledSchedule(Generic[Class]):
     @cached_property
     def _order(self) -> list[tuple[int, int, tuple[int, ...]]] | None:
         """(op, its class, its predecessors) in topological order; None if the lists cannot finish."""
-        predecessors = self._predecessors()
+        predecessors = self.predecessors()
         missing, followers = list(map(len, predecessors)), [list[int]() for _ in self.ops]
         for i, before in enumerate(predecessors):
             for predecessor in before:
@@ -146,7 +146,7 @@ class CompiledSchedule(Generic[Class]):
                     order.append(follower)
         return [(i, self.class_of[i], tuple(predecessors[i])) for i in order] if len(order) == len(self.ops) else None
 
-    def _predecessors(self) -> list[dict[int, None]]:
+    def predecessors(self) -> list[dict[int, None]]:
         """Return, for each op, the ops that must end before it starts. An op that can never start has itself among them."""
         count, posts = len(self.ops), [0] * len(self.ops)
         predecessors = [

@@ -22,7 +22,7 @@ class Recording(NamedTuple):
     spans: Mapping[Op, Span]
 
 
-class _RankedOp(NamedTuple):
+class RankedOp(NamedTuple):
     """An op at a rank.
 
     Args:
@@ -35,7 +35,7 @@ class _RankedOp(NamedTuple):
     rank: int
 
 
-class _Ranks:
+class Ranks:
     """A graph of the same step with one position per rank, so that ranks wait for each other as in the recorded step.
 
     All ranks of a pipeline position take part in every collective of this position. The i-th ranks of two positions exchange
@@ -56,15 +56,15 @@ class _Ranks:
     def positions(self) -> int:
         return len(self.lists)
 
-    def ops(self) -> Iterator[_RankedOp]:
+    def ops(self) -> Iterator[RankedOp]:
         return iter({op for ops in self.lists for op in ops})
 
-    def ranked(self, op: Op, rank: int) -> _RankedOp:
+    def ranked(self, op: Op, rank: int) -> RankedOp:
         if self.graph.channel(op) is None:
-            return _RankedOp(op, rank)
-        return _RankedOp(op, self.place[rank][1] if op.kind == HANDOVER else -1)
+            return RankedOp(op, rank)
+        return RankedOp(op, self.place[rank][1] if op.kind == HANDOVER else -1)
 
-    def where(self, ranked: _RankedOp) -> tuple[int, ...]:
+    def where(self, ranked: RankedOp) -> tuple[int, ...]:
         if self.graph.channel(ranked.op) is None:
             return (ranked.rank,)
         positions = self.graph.where(ranked.op)
@@ -72,32 +72,21 @@ class _Ranks:
             return tuple(self.at[position][ranked.rank] for position in positions)
         return tuple(rank for position in positions for rank in self.at[position])
 
-    def needs(self, ranked: _RankedOp) -> tuple[_RankedOp, ...]:
-        needs: dict[_RankedOp, None] = {}  # an ordered set
+    def needs(self, ranked: RankedOp) -> tuple[RankedOp, ...]:
+        needs: dict[RankedOp, None] = {}  # an ordered set
         for rank in self.where(ranked):
             for need in self.graph.needs(ranked.op):
                 if self.place[rank][0] in self.graph.where(need):
                     needs[self.ranked(need, rank)] = None
         return tuple(needs)
 
-    def channel(self, ranked: _RankedOp) -> tuple[Channel, int] | None:
+    def channel(self, ranked: RankedOp) -> tuple[Channel, int] | None:
         channel = self.graph.channel(ranked.op)
         return channel and (channel, ranked.rank)
 
-    def travel(self, recordings: Sequence[Recording]) -> dict[_RankedOp, float]:
+    def travel(self, recordings: Sequence[Recording]) -> dict[RankedOp, float]:
         """Return the seconds of every collective and handover, on one clock for all ranks."""
-        spans: dict[_RankedOp, list[Span]] = defaultdict(list)
-        for rank, (recording, ahead) in enumerate(zip(recordings, self._ahead(recordings), strict=True)):
-            for op, span in recording.spans.items():
-                if self.graph.channel(op) is not None:
-                    spans[self.ranked(op, rank)].append(Span(span.start - ahead, span.end - ahead))
-        whole = {
-            # A sender is done before its message arrives.
-            op: Span(
-                max(span.start for span in of_ranks), (max if self._is_message(op.op) else fmean)(span.end for span in of_ranks)
-            )
-            for op, of_ranks in spans.items()
-        }
+        whole = self.travelling([each.spans for each in self.on_one_clock(recordings)])
         arrived: dict[object, float] = {}
         seconds = {}
         for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
@@ -105,6 +94,32 @@ class _Ranks:
             seconds[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
             arrived[channel] = span.end
         return seconds
+
+    def travelling(self, ranks: Sequence[Mapping[Op, Span]]) -> dict[RankedOp, Span]:
+        """Return the span of every collective and handover, from the moment when its last rank has started it.
+
+        Args:
+            ranks: the spans of every rank, on one clock.
+        """
+        spans: dict[RankedOp, list[Span]] = defaultdict(list)
+        for rank, of_rank in enumerate(ranks):
+            for op, span in of_rank.items():
+                if self.graph.channel(op) is not None:
+                    spans[self.ranked(op, rank)].append(span)
+        return {
+            # A sender is done before its message arrives.
+            op: Span(
+                max(span.start for span in of_ranks), (max if self._is_message(op.op) else fmean)(span.end for span in of_ranks)
+            )
+            for op, of_ranks in spans.items()
+        }
+
+    def on_one_clock(self, recordings: Sequence[Recording]) -> list[Recording]:
+        """Return the recordings with the spans of all ranks on the clock of rank 0."""
+        return [
+            Recording(each.order, {op: Span(span.start - ahead, span.end - ahead) for op, span in each.spans.items()})
+            for each, ahead in zip(recordings, self._ahead(recordings), strict=True)
+        ]
 
     def _is_message(self, op: Op) -> bool:
         """Whether an op goes from one position to another."""
@@ -164,10 +179,10 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale:
     Raises:
         ScheduleError: the recorded lists cannot finish.
     """
-    ranks = _Ranks(graph, recordings)
+    ranks = Ranks(graph, recordings)
     travel = ranks.travel(recordings)
 
-    def cost(ranked: _RankedOp) -> tuple[tuple[str, float], ...]:
+    def cost(ranked: RankedOp) -> tuple[tuple[str, float], ...]:
         channel = graph.channel(ranked.op)
         if channel is not None:
             return ((channel[0], travel[ranked] * scale(ranked.op, -1)),)
@@ -182,7 +197,7 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale:
 
 def recorded_cost(graph: Graph, recordings: Sequence[Recording]) -> Cost:
     """Return the costs of the recorded ops, to simulate other orders of them: means over ranks, or over pairs of ranks."""
-    ranks = _Ranks(graph, recordings)
+    ranks = Ranks(graph, recordings)
     seconds: dict[Op, list[float]] = defaultdict(list)
     for ranked, took in ranks.travel(recordings).items():
         seconds[ranked.op].append(took)
@@ -206,7 +221,7 @@ def message_seconds(graph: StepGraph, recordings: Sequence[Recording]) -> dict[t
     """
     took: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     if len(recordings) > 1:
-        for ranked, seconds in _Ranks(graph, recordings).travel(recordings).items():
+        for ranked, seconds in Ranks(graph, recordings).travel(recordings).items():
             took[ranked.op.kind, ranked.op.direction, ranked.op.part].append(seconds)
     return {key: median(seconds) for key, seconds in took.items()}
 

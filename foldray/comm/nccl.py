@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,15 @@ ENVIRONMENT: Mapping[str, str] = {
 
 _URGENT = {"tokens", "tokens_inside", "counts", "handovers_up", "handovers_down", "rows_up", "rows_down", "row_counts"}
 """Classes of traffic for which a rank soon waits. Their kernels start before those of what is computed."""
+
+
+def take_adapters(names: Sequence[str] | None) -> None:
+    """Let this process take only these network adapters, by their exact names. None leaves the choice as it is.
+
+    NCCL reads the names once, when it makes its first communicator.
+    """
+    if names is not None:
+        os.environ["NCCL_IB_HCA"] = "=" + ",".join(names)
 
 
 def is_used() -> bool:

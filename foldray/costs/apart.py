@@ -2,7 +2,8 @@
 
 A rank of attention has the ops of attention, and a rank of the experts the ops of experts; their GPUs may differ. A rank of
 attention sends the row of a token once to each rank that holds one of the token's experts (`moe/once.py`). A message takes as
-long as its slower end: the adapters of a sender, or those of a receiver.
+long as its slower end: the adapters of a sender, or those of a receiver. If the ranks that send rows to each other fit on a node,
+rows do not leave it (`ranks_of_a_node`).
 
 `whole.py` simulates such a step op by op. A stage is on two kinds of ranks, so no pass of a stage can be simulated alone.
 """
@@ -16,7 +17,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, Stage, ranks_of_a_token, visits_of_a_token
+from foldray.blueprint import BlockSpec, Stage, count_by_cut, ranks_of_a_token, visits_of_a_token
 from foldray.costs.bounds import cut_of
 from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import FLOAT32, INT64, Device
@@ -38,6 +39,7 @@ from foldray.costs.rank import OpWork, RankCosts
 from foldray.costs.shares import Price, Work
 from foldray.costs.updates import WHOLE, elements, matrices, round_bytes, stage_updates
 from foldray.costs.working import head_logits
+from foldray.fold import Fold
 from foldray.graph import Op
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
 from foldray.orders import position_list
@@ -53,20 +55,58 @@ class Sides(NamedTuple):
     experts: Device
     nics: tuple[float, float] = (1.0, 1.0)
 
+    @property
+    def of_one_kind(self) -> bool:
+        return self.attention.hardware == self.experts.hardware
+
+
+def ranks_of_a_node(candidate: Candidate, sides: Sides) -> tuple[int, int] | None:
+    """Return how many ranks of attention and of the experts share a node, so that rows stay on nodes; None if they leave them.
+
+    Rows never leave a cell: one of edp equal parts of the ranks of attention and of the experts, which has every expert once. If
+    cells fill nodes, and rows are more bytes than gradients, training seats the ranks so (`nodes/arranging.py`).
+    """
+    fold, job, together = candidate.fold, candidate.job, sides.attention.hardware.gpus_per_node
+    cell = fold.world_size // fold.edp
+    if not sides.of_one_kind or fold.edp == 1 or fold.dp % fold.edp or together % cell or fold.world_size <= together:
+        return None
+    outside, inside = count_by_cut(job.model)
+    tokens, row = job.global_batch * job.seq_len, job.model.hidden * sides.attention.bytes
+    rows = 4 * tokens * ranks_of_a_token(job.model, fold.ep) * row * len(job.model.moe_layers)  # out and back, twice
+    gradients = 2 * FLOAT32 * (fold.dp * fold.cp * outside + fold.edp * inside)
+    if rows < gradients:
+        return None
+    attention, experts = (ranks // fold.edp * (together // cell) for ranks in (fold.attention_ranks, fold.moe_ranks))
+    return attention, experts
+
 
 class ApartWork(OpWork):
-    """The costs of the ops of a candidate whose experts have ranks of their own. Candidates of one job may share `memos`."""
+    """The costs of the ops of a candidate whose experts have ranks of their own. Candidates of one job may share `memos`.
 
-    def __init__(self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None):
+    Args:
+        short_of: the costs of the same candidate with all its micro-batches, whose ranks are on nodes in the same way.
+    """
+
+    def __init__(
+        self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None, short_of: ApartWork | None = None
+    ):
         self.memos = memos or (Memo(), Memo())
         # Rows go once to each rank, whatever `dispatch` is. `_rows` prices them, and other ops cost the same with any `dispatch`.
         candidate = replace(candidate, job=replace(candidate.job, dispatch="assignment"))
-        super().__init__(candidate, sides.attention, memo=self.memos[0])
-        fold = candidate.fold
+        fold, job, zero = candidate.fold, candidate.job, candidate.zero
         self.sides, self.senders, self.receivers = sides, fold.attention_ranks // fold.pp, fold.moe_ranks // fold.moe_pp
+        self.shared_nodes: tuple[int, int] | None = short_of.shared_nodes if short_of else ranks_of_a_node(candidate, sides)
+        folds, devices = (fold, fold), (sides.attention, sides.experts)
+        if self.shared_nodes:
+            folds, (own, theirs) = _on_shared_nodes(fold, self.shared_nodes), self.shared_nodes
+            devices = _with_ranks(sides.attention, own), _with_ranks(sides.experts, theirs)
+        sequences = candidate.micro_batch / candidate.ordering.batch_degree
+        super().__init__(
+            candidate, devices[0], RankCosts(job, folds[0], devices[0], sequences, zero, self.memos[0]), self.memos[0]
+        )
         # Sequences whose rows a rank of the experts gets, if all its rows came from one rank of attention.
-        sequences = self.rank.sequences * self.senders / self.receivers
-        self.expert_rank = RankCosts(candidate.job, fold, sides.experts, sequences, candidate.zero, self.memos[1])
+        received = sequences * self.senders / self.receivers
+        self.expert_rank = RankCosts(job, folds[1], devices[1], received, zero, self.memos[1])
 
     def _price(self, op: Op) -> Price:
         graph = self.candidate.graph
@@ -84,17 +124,28 @@ class ApartWork(OpWork):
 
     def _rows(self, tokens: float, row: float) -> float:
         """Return the seconds of the rows of `tokens` tokens of every rank of attention, with the bytes of a row."""
-        model, fold, device = self.rank.model, self.candidate.fold, self.sides.attention
+        model, fold, sides = self.rank.model, self.candidate.fold, self.sides
         sent = tokens * ranks_of_a_token(model, fold.ep) * row
-        ranks, together = self.senders + self.receivers, device.hardware.gpus_per_node
-        nodes = -(-ranks // together)
-        inside = fold.world_size <= together
-        speed, start = device.hardware.intra.of(ranks) if inside else device.hardware.inter.of(max(2, nodes))
-        speed *= device.share["exchange"] / (1 + device.share["contention"] * math.log2(nodes))
         visits = visits_of_a_token(model, fold.ep)
-        fullest = max(visits) * fold.ep / sum(visits)
-        slower = max(1 / self.sides.nics[0], self.senders / self.receivers * fullest / self.sides.nics[1])
-        return start * fold.ep + sent * slower / speed
+        received = sent * self.senders / self.receivers * max(visits) * fold.ep / sum(visits)
+        ranks, device = self.senders + self.receivers, sides.attention
+        if self.shared_nodes or (sides.of_one_kind and fold.world_size <= device.hardware.gpus_per_node):
+            speed, start = device.hardware.intra.of(min(ranks, device.hardware.gpus_per_node))
+            return start * fold.ep + max(sent, received) / (speed * device.share["exchange"])
+        nodes = self._nodes()
+        ends = []
+        for moved, side, nics in zip((sent, received), sides[:2], sides.nics, strict=True):
+            speed, start = side.hardware.inter.of(max(2, nodes))
+            speed *= nics * side.share["exchange"] / (1 + side.share["contention"] * math.log2(nodes))
+            ends.append((start, moved / speed))
+        return max(start for start, _ in ends) * fold.ep + max(seconds for _, seconds in ends)
+
+    def _nodes(self) -> int:
+        """Return the number of nodes of the ranks of two positions between which rows travel."""
+        together = [side.hardware.gpus_per_node for side in self.sides[:2]]
+        if self.sides.of_one_kind:
+            return -(-(self.senders + self.receivers) // together[0])
+        return -(-self.senders // together[0]) - (-self.receivers // together[1])
 
     # After the last backward.
 
@@ -131,9 +182,13 @@ class ApartWork(OpWork):
         attention, experts = (max(side, key=attrgetter("total")) for side in (memories[:pp], memories[pp:]))
         return attention, experts
 
-    def held(self) -> float:
-        """Return the bytes of parameters, gradients and optimizer's state of the fullest rank. No schedule needs less memory."""
-        return max(sum(self._parameters(*position)) for position in self._contents())
+    def held(self) -> tuple[float, float]:
+        """Return the bytes of parameters, gradients and optimizer's state of the fullest rank of attention, and of the experts.
+
+        No schedule needs less memory.
+        """
+        held, pp = [sum(self._parameters(*position)) for position in self._contents()], self.candidate.fold.pp
+        return max(held[:pp]), max(held[pp:])
 
     def _parameters(self, rank: RankCosts, content: Content, family: str) -> Held:
         sides = rank.elements(content).items()
@@ -187,6 +242,21 @@ class ApartWork(OpWork):
         """Return the bytes that the gradients of a half's weights are computed from."""
         experts = expert_operands(rank, block) if block.moe else 0.0
         return operands(rank, block) - experts if family == "dp_cp" else experts
+
+
+def _on_shared_nodes(fold: Fold, ranks: tuple[int, int]) -> tuple[Fold, Fold]:
+    """Return the fold as the links of attention and of the experts know it, if nodes have so many ranks of each side.
+
+    All positions of a cell are on a node, so data-parallel places are the outermost axis. Ranks of each side count from the
+    beginning of a node.
+    """
+    inside = replace(fold, order="tp-cp-pp-dp", moe_order="etp-ep-pp-edp")
+    return inside, replace(inside, offset=-fold.attention_ranks % ranks[1])
+
+
+def _with_ranks(device: Device, ranks: int) -> Device:
+    """Return the device on nodes that have so many ranks."""
+    return replace(device, hardware=device.hardware.model_copy(update={"gpus_per_node": ranks}))
 
 
 def most_kept(order: Iterable[Op], kind: str) -> Counter[int]:

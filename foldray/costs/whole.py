@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foldray.clock import OpCosts, Span, usage
+from foldray.clock import Busy, OpCosts, Recording, Span, busy, usage
 from foldray.clock.simulator import Simulation, simulate
 from foldray.costs.apart import ApartWork
 from foldray.costs.candidate import Candidate
 from foldray.costs.prediction import Step
 from foldray.costs.rank import OpWork
 from foldray.finding import find, first_list
-from foldray.graph import Op, StepGraph
+from foldray.graph import Op, Schedule, StepGraph
 from foldray.kinds import REDUCE
 from foldray.orders import ordered_schedule
 
@@ -23,14 +23,26 @@ def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Si
     A found list is that of list scheduling, without local moves, which take long and gain some percent; if `quick`, that of
     `first_list`.
     """
+    return simulate(candidate.reducing, _schedule(candidate, work, quick), work.cost, work.issue)
+
+
+def _schedule(candidate: Candidate, work: OpWork, quick: bool) -> Schedule:
     graph, ordering = candidate.reducing, candidate.ordering
     if ordering.forward.row.found:
         given = graph, work.longest, ordering.ahead
-        schedule = first_list(*given) if quick else find(*given, moves=False).schedule
-    else:
-        costs = _op_costs(graph, work) if ordering.goes_by_costs else None
-        schedule = ordered_schedule(graph, ordering._replace(costs=costs))
-    return simulate(graph, schedule, work.cost, work.issue)
+        return first_list(*given) if quick else find(*given, moves=False).schedule
+    costs = _op_costs(graph, work) if ordering.goes_by_costs else None
+    return ordered_schedule(graph, ordering._replace(costs=costs))
+
+
+def busy_step(candidate: Candidate, work: OpWork) -> Busy:
+    """Return what the positions of a simulated step are busy with, as `foldray.clock.busy` says it of a recorded step.
+
+    The optimizer, the gather of weights, and what overlap costs computation are left out.
+    """
+    graph, schedule = candidate.reducing, _schedule(candidate, work, quick=False)
+    spans = simulate(graph, schedule, work.cost, work.issue).spans
+    return busy(graph, [Recording(ops, {op: spans[op] for op in ops}) for ops in schedule])
 
 
 def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:

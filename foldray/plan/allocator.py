@@ -42,21 +42,36 @@ class Allocation:
     sides: tuple[float, float]
 
 
-def allocate(demand: Demand, gpus: int, flops: float, nics: int, nic_rate: float) -> Allocation:
+class Kind(NamedTuple):
+    """A kind of GPU: the FLOP/s that it reaches, and bytes per second of an adapter in each direction."""
+
+    flops: float
+    nic_rate: float
+
+
+def allocate(
+    demand: Demand, gpus: int, flops: float, nics: int, nic_rate: float, experts: Kind | None = None, own: int | None = None
+) -> Allocation:
     """Return the best of all allocations.
 
     Args:
         flops: FLOP/s that a GPU reaches.
-        nics: number of adapters. Any of them may serve either side.
+        nics: number of adapters. Any of them may serve either side, if both sides have GPUs of one kind.
         nic_rate: bytes per second of an adapter, in each direction.
+        experts: the kind of the experts' GPUs; each side then has the adapters of its own GPUs, in equal parts of all. None is
+            the same kind.
+        own: number of attention's GPUs; None leaves it open.
     """
     for name, count, what in (("gpus", gpus, "GPU"), ("nics", nics, "network adapter")):
         if count < 2:
             raise UserError(name, count, f"attention and the experts need one {what} each", ["2…"])
     own_GN, nics_GN = np.meshgrid(np.arange(1, gpus), np.arange(1, nics), indexing="ij")  # attention's
-    computing = demand.attention / (own_GN * flops), demand.experts / ((gpus - own_GN) * flops)
-    traveling = demand.bytes / (nics_GN * nic_rate), demand.bytes / ((nics - nics_GN) * nic_rate)
+    theirs = experts or Kind(flops, nic_rate)
+    computing = demand.attention / (own_GN * flops), demand.experts / ((gpus - own_GN) * theirs.flops)
+    traveling = demand.bytes / (nics_GN * nic_rate), demand.bytes / ((nics - nics_GN) * theirs.nic_rate)
     sides = [np.maximum(*times) for times in zip(computing, traveling, strict=True)]
+    illegal_GN = (own_GN != (own or own_GN)) | (own_GN * nics != nics_GN * gpus if experts else False)
+    sides[0] = np.where(illegal_GN, np.inf, sides[0])
     wishes = np.maximum(*computing), np.minimum(*sides), np.maximum(*sides)  # the last one counts most
     best = np.lexsort([np.log(times).round(_DIGITS).ravel() for times in wishes])[0]
     attention, attention_nics = int(own_GN.ravel()[best]), int(nics_GN.ravel()[best])

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from foldray.blueprint import half_flops, ranks_of_a_token
 from foldray.blueprint.ownership import check_apart
+from foldray.clock import Busy
 from foldray.costs.apart import ApartWork, Sides
 from foldray.costs.candidate import Candidate
 from foldray.costs.device import Device
@@ -28,12 +30,13 @@ from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import GIB, Memory
 from foldray.costs.prediction import straggling
-from foldray.costs.whole import long_step
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import busy_step, long_step
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.kinds import HANDOVER, REDUCE
 from foldray.orders import AF_PIPE, LIST, Ordering, Overlap
-from foldray.plan.allocator import Allocation, Demand, allocate
+from foldray.plan.allocator import Allocation, Demand, Kind, allocate
 from foldray.plan.listed import AHEADS, FEWER_ROUNDS, step_seconds
 from foldray.plan.space import Space
 
@@ -70,9 +73,18 @@ def roofline(space: Space) -> tuple[Demand, Allocation]:
     ep = max(n for n in divisors(model.experts) if n <= space.hardware.gpus_per_node)
     rows = ranks_of_a_token(model, ep) * model.hidden * device.bytes
     demand = Demand(attention * job.seq_len, experts * job.seq_len, rows * job.seq_len)
-    speed = device.peak * device.share["gemm"]
-    rate = space.hardware.inter.gb_s * 1e9 * device.share["exchange"]
-    return demand, allocate(demand, space.gpus, speed, space.gpus, rate)
+    ours, theirs = kinds(space)
+    own = None if space.expert_gpus is None else space.gpus - space.expert_gpus
+    other = theirs if space.experts else None
+    return demand, allocate(demand, space.gpus, ours.flops, space.gpus, ours.nic_rate, other, own)
+
+
+def kinds(space: Space) -> tuple[Kind, Kind]:
+    """Return what the GPUs of attention and of the experts reach, and their adapters."""
+    ours, theirs = (
+        Kind(side.peak * side.share["gemm"], side.hardware.inter.gb_s * 1e9 * side.share["exchange"]) for side in sides(space)[:2]
+    )
+    return ours, theirs
 
 
 def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed]:
@@ -84,13 +96,12 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
             weights apart, and with found lists.
     """
     check_apart(space.job.model)
-    numbers = itertools.count()
-    works, room = list(_works(space)), space.hardware.memory_gib * GIB
+    numbers, works = itertools.count(), list(_works(space))
     if not works:
         rule = "has no legal placement of attention and experts on workers of their own for this model and batch"
         raise UserError("gpus", space.gpus, rule)
     # A list takes long to make, so candidates whose ranks cannot even hold their parameters get none.
-    holding = [work for work in works if work.held() <= room] or works[:top]
+    holding = [work for work in works if _fit_into(work.held(), space)] or works[:top]
     queue = [(_least(work, space), next(numbers), work) for work in holding]
     heapq.heapify(queue)
     fit: list[Placed] = []
@@ -100,7 +111,7 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
         fastest = sorted(placed.seconds for placed in fit)[:top]
         if len(fastest) == top and fastest[-1] <= least:
             break
-        if _fits(work, room):
+        if _fits(work, space):
             fit.append(_placed(work, space, True))
             continue
         unfit.append(work)
@@ -115,13 +126,13 @@ def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed
 def _best_order(placed: Placed, space: Space) -> Placed:
     """Return the same placement with the fastest schedule that fits, of AF-Pipe, AF-Pipe with gradients of weights apart, and a
     found list that keeps as much as there is memory for."""
-    candidate, room = placed.candidate, space.hardware.memory_gib * GIB
+    candidate = placed.candidate
     pipe, overlap = candidate.ordering._replace(weight_gradients="apart"), Overlap(LIST.name)
     lists = [pipe._replace(forward=overlap, backward=overlap, ahead=ahead, alive=None) for ahead in AHEADS]
     best = [placed]
     for orderings in ([pipe], lists):
         works = (ApartWork(replace(candidate, ordering=ordering), sides(space)) for ordering in orderings)
-        fitting = (work for work in works if _fits(work, room))
+        fitting = (work for work in works if _fits(work, space))
         best += [_placed(work, space, True) for work in islice(fitting, 1)]
     return min(best, key=attrgetter("seconds"))
 
@@ -141,7 +152,8 @@ def _leaner(work: ApartWork, space: Space) -> Iterator[ApartWork]:
 
 def _placed(work: ApartWork, space: Space, fits: bool) -> Placed:
     seconds = apart_seconds(work) * space.job.global_batch / work.candidate.job.global_batch
-    mfu = space.job.flops[0] / (seconds * space.gpus * work.rank.device.peak)
+    fold, (attention, experts, _) = work.candidate.fold, work.sides
+    mfu = space.job.flops[0] / (seconds * (fold.attention_ranks * attention.peak + fold.moe_ranks * experts.peak))
     return Placed(work.candidate, seconds, _short(work).memory(), fits, mfu)
 
 
@@ -154,7 +166,38 @@ def apart_seconds(work: ApartWork) -> float:
     candidate, quick = work.candidate, work.candidate.ordering.forward.row.found
     rounds = FEWER_ROUNDS if quick else _ROUNDS
     step = long_step(partial(_with_passes, work), candidate.micro_batches, candidate.graph.positions, rounds, quick)
-    return step.seconds * (1 + straggling(candidate.fold.world_size, work.rank.device))
+    return step.seconds * (1 + straggling(candidate.fold.world_size, work.sides.attention))
+
+
+def busy_placement(placed: Placed, space: Space) -> Busy:
+    """Return what a placement's positions are busy with, in the part of a step that is simulated."""
+    work = _short(ApartWork(placed.candidate, sides(space)))
+    return busy_step(work.candidate, work)
+
+
+def busy_shared(candidate: Candidate, hardware: Hardware) -> Busy:
+    """Return the same for workers that have both attention and experts."""
+    part = candidate.with_passes(min(candidate.micro_batches, _ROUNDS[0] * candidate.fold.pp))
+    return busy_step(part, OpWork(part, Device.of(part.job, hardware)))
+
+
+def even_split(space: Space, placed: Placed) -> Placed | None:
+    """Return the best placement with as many GPUs for attention as for the experts; None if no other split is legal, or fits."""
+    if space.expert_gpus is not None or space.experts or space.gpus % 2:
+        return None
+    if placed.candidate.fold.moe_ranks * 2 == space.gpus:
+        return placed
+    with suppress(UserError):
+        best = search_placements(replace(space, expert_gpus=space.gpus // 2), 1)[0]
+        return best if best.fits else None
+    return None
+
+
+def slower_kind(space: Space) -> Hardware:
+    """Return GPUs at which the pace of workers with both halves is set: those with fewer FLOP/s, with the smaller memory."""
+    kinds = [space.hardware, space.experts or space.hardware]
+    least = min(hardware.memory_gib for hardware in kinds)
+    return min(kinds, key=lambda hardware: hardware.peak(space.job.dtype)).model_copy(update={"memory_gib": least})
 
 
 def predicted_seconds(candidate: Candidate, hardware: Hardware) -> float:
@@ -179,8 +222,15 @@ def least_seconds(work: ApartWork) -> float:
     return work.candidate.micro_batches * max(*most.values(), way / alive if alive and graph.slicing.degree == 1 else 0.0)
 
 
-def _fits(work: ApartWork, room: float) -> bool:
-    return max(memory.total for memory in _short(work).memory()) <= room
+def _fits(work: ApartWork, space: Space) -> bool:
+    attention, experts = _short(work).memory()
+    return _fit_into((attention.total, experts.total), space)
+
+
+def _fit_into(held: tuple[float, float], space: Space) -> bool:
+    """Whether bytes of a rank of attention and of a rank of the experts fit into their GPUs."""
+    rooms = [side.hardware.memory_gib * GIB for side in sides(space)[:2]]
+    return all(of_side <= room for of_side, room in zip(held, rooms, strict=True))
 
 
 def _short(work: ApartWork) -> ApartWork:
@@ -189,7 +239,7 @@ def _short(work: ApartWork) -> ApartWork:
 
 
 def _with_passes(work: ApartWork, passes: int) -> ApartWork:
-    return ApartWork(work.candidate.with_passes(passes), work.sides, work.memos)
+    return ApartWork(work.candidate.with_passes(passes), work.sides, work.memos, work)
 
 
 def _works(space: Space) -> Iterator[ApartWork]:
@@ -213,9 +263,8 @@ def _works(space: Space) -> Iterator[ApartWork]:
 
 
 def sides(space: Space, nics: tuple[float, float] = (1.0, 1.0)) -> Sides:
-    """Return equal GPUs for both sides, with these adapters per GPU."""
-    device = Device.of(space.job, space.hardware)
-    return Sides(device, device, nics)
+    """Return the GPUs of both sides, with these adapters per GPU."""
+    return Sides(Device.of(space.job, space.hardware), Device.of(space.job, space.experts or space.hardware), nics)
 
 
 def _folds(space: Space) -> Iterator[Fold]:
@@ -224,9 +273,10 @@ def _folds(space: Space) -> Iterator[Fold]:
         if tp * cp > space.hardware.gpus_per_node or _pinned_away(space, pp=positions, tp=tp, cp=cp):
             continue
         unit = tp * cp * positions * max(1, space.gpus // (tp * cp * positions * _SPLITS))
-        for attention in range(unit, space.gpus, unit):
+        splits = range(unit, space.gpus, unit) if space.expert_gpus is None else [space.gpus - space.expert_gpus]
+        for attention in splits:
             experts = space.gpus - attention
-            if experts % positions:
+            if experts % positions or attention % (tp * cp * positions):
                 continue
             # With more EP ranks a token goes to more of them. With fewer, a rank holds more experts.
             for ep in divisors(math.gcd(experts // positions, space.job.model.experts)):

@@ -44,6 +44,8 @@ class Space:
         kinds: overlap kinds to try.
         reductions: times and sizes of reductions to try; each candidate has the best of them.
         imbalance: rows of the fullest rank over the mean, for the memory.
+        experts: for workers of their own for the experts, their hardware; None is that of attention.
+        expert_gpus: and their number; None tries all.
     """
 
     job: Job
@@ -58,6 +60,8 @@ class Space:
     kinds: Sequence[str] = KINDS
     reductions: Sequence[Reduction] = REDUCTIONS
     imbalance: float = 1.0
+    experts: Hardware | None = None
+    expert_gpus: int | None = None
 
     def folds(self) -> Iterator[Fold]:
         """Yield every legal fold with the fixed sizes.

@@ -72,6 +72,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 """A name that is also a part of a path."""
 Label = Annotated[str, among(("KEY=VALUE",), _check_label)]
 """A label of a node of Ray."""
+Adapters = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=64)], ...],
+    Field(min_length=1, max_length=64),
+]
+"""Names of network adapters."""
 SamplerName = Literal["ratio", "gp", "tpe", "random", "planner"]
 Url = Annotated[str, PlainSerializer(without_secrets, when_used="json")]
 """A URL whose secrets stay in this process. Files, logs and workers get the recipe as JSON, without the secrets."""

@@ -133,6 +133,14 @@ class Description(Strict):
         return (placement.attention_nodes,) * placement.attention + (placement.expert_nodes,) * placement.experts
 
     @property
+    def adapters(self) -> tuple[tuple[str, ...] | None, ...]:
+        """The network adapters that each worker takes; None for those of the job's own setting."""
+        if self.placement is None:
+            return (None,) * self.cluster.workers
+        placement = self.placement
+        return (placement.attention_adapters,) * placement.attention + (placement.expert_adapters,) * placement.experts
+
+    @property
     def ownership(self) -> Ownership:
         """The pieces of the model that each worker holds."""
         return Ownership(self.model, self.placed_fold, self.schedule.virtual_stages, self.schedule.stage_layers)

@@ -76,6 +76,10 @@ def _check_placement(recipe: Description) -> None:
         if value is not None and not overlap_kind(value).for_placement:
             rule = "orders workers that have both attention and experts; with placement, the whole step has one order"
             raise UserError(f"schedule.{key}", value, rule, [AF_PIPE.name, LIST.name])
+    for key in ("attention_adapters", "expert_adapters"):
+        if (names := getattr(placement, key)) is not None and not recipe.cluster.gpu:
+            rule = "are for NCCL; workers without GPUs communicate over gloo (cluster.gpu)"
+            raise UserError(f"placement.{key}", list(names), rule, ["null"])
     if recipe.moe.backend == "tutel":
         rule = "Tutel's kernels copy the rows of workers that have both attention and experts; placement needs other kernels"
         raise UserError("moe.backend", recipe.moe.backend, rule, ["torch", "deepspeed"])
@@ -281,8 +285,13 @@ def _check_backend(recipe: Description) -> None:
 
 
 def _check_space(recipe: Description) -> None:
-    if recipe.tune.space.attention == "auto" and recipe.tune.hardware is None:
+    attention = recipe.tune.space.attention
+    if attention == "auto" and recipe.tune.hardware is None:
         raise UserError("tune.space.attention", "auto", "needs tune.hardware, whose roofline says where to begin", ["a list"])
+    if attention is not None and any(recipe.adapters):
+        # A tuner's workers stay, and NCCL reads the names of adapters once in a process.
+        rule = "cannot be combined with adapters by half (placement.attention_adapters, placement.expert_adapters)"
+        raise UserError("tune.space.attention", attention if attention == "auto" else list(attention), rule, ["null"])
     if (settings := recipe.tune.space.settings_of_a_fold) > MOST_SETTINGS:
         rule = f"must make at most {MOST_SETTINGS} settings of every fold; list fewer values"
         raise UserError("tune.space", f"{settings} settings of every fold", rule)

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, model_va
 
 from foldray.blueprint import Strict
 from foldray.recipe.bounds import (
+    Adapters,
     Beta,
     FamilyName,
     Label,
@@ -76,6 +77,12 @@ class PlacementSpec(Strict):
     from `ray start --labels`. Null is any node."""
     expert_nodes: Label | None = None
     """Label of the nodes that the experts' workers may run on."""
+    attention_adapters: Adapters | None = None
+    """Names of the InfiniBand or RoCE adapters that NCCL takes on attention's workers, such as
+    `[mlx5_0, mlx5_1]` (`NCCL_IB_HCA`). So halves that share nodes may have different numbers of them.
+    Null is the job's own setting, or all of a node. It needs `cluster.gpu`."""
+    expert_adapters: Adapters | None = None
+    """Names of the adapters that NCCL takes on the experts' workers."""
 
 
 class MoeSpec(Strict):

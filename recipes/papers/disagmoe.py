@@ -1,6 +1,6 @@
-"""Predict DisagMoE's experiments at the paper's scale with the planner: section 6.2, figures 10, 12, 13 and 14.
+"""Predict DisagMoE's experiments at the paper's scale with the planner: figures 3 and 6 of section 3, 10 to 14 of section 6.
 
-    python recipes/papers/disagmoe.py [speed|woven|topk|stages] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--most N]
+    python recipes/papers/disagmoe.py [EXPERIMENT] [--models MODEL …] [--lengths TOKENS …] [--gpus N] [--most N]
 
 The cluster has nodes of eight H800 (`--cluster`). The models are those of the paper's table 2. Every GPU has equally many
 tokens (the paper does not give its batches). `speed` (figures 10 and 12) compares four ways to train, each with the fold, the
@@ -18,6 +18,11 @@ of workers of their own, and changes its number of virtual stages.
 `woven` takes the folds of the first two ways, and lets them run other schedules: `weave`, which runs a forward beside a backward
 as DualPipe does (the paper compares with it), and found lists. Where memory is short, they recompute more.
 
+`exposed` (figure 11) shows what a step is busy with: those of `speed`, a woven one, and that of workers of their own. `splits`
+(figure 12) takes workers of their own with other numbers of GPUs for the experts, beside the even split. `nodes` (figure 3) shows
+the share of all-to-alls in a step in sequence, as EP covers more nodes, and for more experts per token. `intensity` (figure 6)
+shows what attention and the experts compute for the bytes that they send, on EP groups of two nodes.
+
 The predicted times are not measurements.
 """
 
@@ -27,19 +32,26 @@ import argparse
 import contextlib
 import itertools
 import json
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foldray.blueprint import ModelSpec
+from foldray.clock import Busy, busy_table
 from foldray.costs.apart import ApartWork
-from foldray.costs.candidate import Job
+from foldray.costs.candidate import Candidate, Job
+from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import GIB
+from foldray.costs.prediction import predict
+from foldray.costs.rank import OpWork
 from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.kinds import EXPERT, HEAD, OP_KINDS
 from foldray.plan.listed import with_kind
-from foldray.plan.placing import Placed, apart_seconds, search_placements, sides
+from foldray.plan.placing import Placed, apart_seconds, busy_placement, busy_shared, roofline, search_placements, sides
 from foldray.plan.report import order, schedule
 from foldray.plan.search import Planned, search
 from foldray.plan.space import Space
@@ -53,6 +65,8 @@ SIZES_ALONE = {
 PAPER = {"interleaved": "1.59–1.81", "within MoE layers": "1.2–1.5"}
 TOPKS, EPS, EXPERTS = (2, 4, 6, 8), (8, 16, 32), 64  # figure 13
 STAGES = (1, 2, 4, 8, 16, 32)  # figure 14
+NODES = (1, 2, 4, 8)  # figure 3
+SPLITS = (8, 6, 5, 4, 3, 2)  # figure 12: of sixteen parts of the GPUs, those of the experts
 PIPELINES = (2, 4, 8)  # the paper's baselines have a pipeline; the fastest one counts
 WAYS: dict[str, dict[str, Any]] = {
     "interleaved": {"kinds": ("sequential",), "batch_degrees": (1,)},
@@ -62,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("experiment", nargs="?", default="speed", choices=("speed", "woven", "topk", "stages"))
+    parser.add_argument("experiment", nargs="?", default="speed", choices=EXPERIMENTS)
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="MODEL")
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--gpus", type=int, default=128)
@@ -70,8 +84,9 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=64, metavar="N", help="placements of workers of their own that are simulated")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    compare = partial(compared, most=args.most)
-    run = {"speed": compare, "woven": woven, "topk": by_topk, "stages": by_stages}[args.experiment]
+    run = EXPERIMENTS[args.experiment]
+    if args.experiment in ("speed", "exposed", "splits"):
+        run = partial(run, most=args.most)
     machines = load_hardware(args.cluster)
     results = []
     for model, length in itertools.product(args.models, args.lengths):
@@ -165,6 +180,88 @@ def by_stages(space: Space) -> dict[str, Any]:
             print(f"  pp={pp} {best.fold}: {stages:>3} stages {row['seconds']:>8.2f} s {held:>7.0f} GiB", flush=True)
             rows.append(row)
     return {"rows": rows}
+
+
+def exposed(space: Space, most: int) -> dict[str, Any]:
+    """Predict and print what a step is busy with, and the communication that nothing hides."""
+    columns: dict[str, Busy] = {}
+    for name in WAYS:
+        if planned := baselines(space, name, 16):
+            candidate = fastest(planned).candidate
+            columns[name] = busy_shared(candidate, space.hardware)
+            columns.setdefault("woven", busy_shared(with_kind(candidate, "weave", 1, space.hardware).candidate, space.hardware))
+    columns["own"] = busy_placement(search_placements(space, 1, most)[0], space)
+    print(busy_table({name: used.ranks for name, used in columns.items()}))
+    rows = {}
+    for name, used in columns.items():
+        talking = sum(seconds for kind, seconds in used.ranks.items() if kind in OP_KINDS and OP_KINDS[kind].travels)
+        rows[name] = {"exposed": talking / sum(used.ranks.values()), "shares": used.ranks}
+        print(f"  {name:<18}{rows[name]['exposed']:>7.1%} of a step is communication that nothing hides", flush=True)
+    return {"rows": rows}
+
+
+def by_split(space: Space, most: int) -> dict[str, Any]:
+    """Predict workers of their own with several numbers of GPUs for the experts."""
+    rows: list[dict[str, Any]] = []
+    for parts in SPLITS:
+        experts = space.gpus * parts // 16
+        with contextlib.suppress(UserError):
+            placed = search_placements(replace(space, expert_gpus=experts), 1, most)[0]
+            rows.append({"experts": experts, "seconds": placed.seconds, "fits": placed.fits, "fold": str(placed.candidate.fold)})
+            fits = "" if placed.fits else ", too little memory"
+            gain = (
+                f"{rows[0]['seconds'] / placed.seconds:.2f} × the speed of {space.gpus - rows[0]['experts']}:{rows[0]['experts']}"
+            )
+            print(
+                f"  {space.gpus - experts}:{experts:<6}{placed.seconds:>8.2f} s  {gain}  {placed.candidate.fold}{fits}",
+                flush=True,
+            )
+    return {"rows": rows}
+
+
+def by_nodes(space: Space) -> dict[str, Any]:
+    """Predict the share of all-to-alls in a step in sequence, with EP over several nodes, and several experts per token."""
+    together, length, rows = space.hardware.gpus_per_node, space.job.seq_len, []
+    topk = space.job.model.topk
+    for nodes, chosen in [*((nodes, topk) for nodes in NODES), *((NODES[-2], chosen) for chosen in TOPKS if chosen != topk)]:
+        ep = nodes * together
+        model = space.job.model.model_copy(update={"topk": chosen})
+        if model.experts % ep:
+            continue
+        predicted = predict(Candidate(Job(model, length, ep * TOKENS // length), Fold(ep, ep=ep)), space.hardware)
+        share = predicted.breakdown.get("exposed_ep", 0.0) / predicted.seconds
+        print(f"  {nodes} nodes, top-{chosen}: {share:>6.1%} of a step is all-to-alls", flush=True)
+        rows.append({"nodes": nodes, "topk": chosen, "share": share})
+    return {"rows": rows}
+
+
+def intensity(space: Space) -> dict[str, Any]:
+    """Predict what both halves of a layer compute for the bytes that they send, on EP groups of two nodes."""
+    ep = 2 * space.hardware.gpus_per_node
+    job = replace(space.job, global_batch=ep)
+    work = OpWork(Candidate(job, Fold(ep, ep=ep)), Device.of(job, space.hardware))
+    layer = max(job.model.moe_layers)
+    seconds = defaultdict[str, float](float)
+    for op in work.candidate.graph.ops():
+        if op.layer == layer and op.micro_batch == 0:
+            half = "traffic" if OP_KINDS[op.kind].travels else "experts" if op.kind == EXPERT else "attention"
+            seconds[half] += sum(each.seconds for each in work.work(op)) if op.kind != HEAD else 0.0
+    demand, _ = roofline(space)
+    row: dict[str, Any] = {}
+    for half, flops in (("attention", demand.attention), ("experts", demand.experts)):
+        share, ratio = seconds[half] / sum(seconds.values()), seconds[half] / seconds["traffic"]
+        row[half] = {"share": share, "over_traffic": ratio, "flops_per_byte": flops / demand.bytes}
+        print(
+            f"  {half:<10}{share:>7.1%} of a layer, {ratio:.2f} × its all-to-alls, {flops / demand.bytes:,.0f} FLOPs per byte",
+            flush=True,
+        )
+    return row
+
+
+EXPERIMENTS: dict[str, Any] = {
+    "speed": compared, "woven": woven, "exposed": exposed, "splits": by_split, "topk": by_topk, "stages": by_stages,
+    "nodes": by_nodes, "intensity": intensity,
+}  # fmt: skip
 
 
 def shown(name: str, planned: Planned) -> dict[str, Any]:

@@ -42,6 +42,13 @@ def test_a_recipe_says_how_many_micro_batches_are_alive() -> None:
     assert kept == [2, 4, 7]
 
 
+def test_adapters_go_by_half() -> None:
+    given = {**BOTH, "attention_adapters": ["mlx5_0"], "expert_adapters": ["mlx5_1", "mlx5_2:1"]}
+    recipe = placed(given, cluster={"workers": 4, "gpu": True})
+    assert recipe.adapters == (("mlx5_0",),) * 2 + (("mlx5_1", "mlx5_2:1"),) * 2
+    assert placed(BOTH).adapters == placed(None).adapters == (None,) * 4
+
+
 def test_labels_go_by_half() -> None:
     labelled = {**BOTH, "attention_nodes": "gpu=h100", "expert_nodes": "gpu=a100"}
     assert placed(labelled).labels == ("gpu=h100", "gpu=h100", "gpu=a100", "gpu=a100")
@@ -65,6 +72,13 @@ BAD: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
     (BOTH, {"model": {"preset": "tiny", "router": {"capacity_factor": 1.0, "pad": True}}}, "model.router.pad=true"),
     (BOTH, {"model": {"preset": "tiny", "norms": "both"}}, "model.norms=both: must be before if the experts have workers"),
     ({**BOTH, "expert_pp": 2}, {"fold": {"ep": 1}, "model": {"preset": "tiny", "layers": 1}}, "placement.expert_pp=2: makes 2"),
+    ({**BOTH, "expert_adapters": ["mlx5_0"]}, {}, "placement.expert_adapters=['mlx5_0']: are for NCCL; workers without GPUs"),
+    ({**BOTH, "attention_adapters": ["mlx5_0,mlx5_1"]}, {}, "placement.attention_adapters"),
+    (
+        {**BOTH, "attention_adapters": ["mlx5_0"]},
+        {"tune": {"space": {"attention": [1, 2]}}, "cluster": {"workers": 4, "gpu": True}},
+        "tune.space.attention=[1, 2]: cannot be combined with adapters by half",
+    ),
     ({**BOTH, "expert_nodes": "gpu"}, {}, "placement.expert_nodes=gpu: must be a node's label"),
     ({**BOTH, "expert_nodes": "a=b=c"}, {}, "placement.expert_nodes=a=b=c: must be a node's label"),
     ("both", {}, "placement=both"),  # type: ignore[list-item]

@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from foldray.comm import Groups
+from foldray.comm import Groups, nccl
 from foldray.errors import UserError
 from foldray.nodes import Edges
 from foldray.recipe import Recipe
@@ -156,6 +156,7 @@ def on_workers(
 
 def _once(state: dict[str, Any], given: dict[str, Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
     recipe = Recipe.parse(given)
+    nccl.take_adapters(recipe.adapters[state["rank"]])
     groups = Groups.create(recipe.placed_fold, state["rank"])
     result = function(recipe, groups, state["device"], **options)
     groups.close()

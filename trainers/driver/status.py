@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
 from trainers.sinks.run_folder import FAILURE, RANKS, read_history, read_run, recipe_of
 from trainers.telemetry.expert_health import STARVED, Health
 from trainers.telemetry.history import LOAD_WINDOW, History
+from trainers.telemetry.reached import WINDOW, Reached, training_reached, validation_reached
 
 _FIELD = "RUN"
 _QUIET_S = 120.0  # a run without news for so long, and for many times its step, is not told to be training
@@ -57,7 +59,7 @@ class _Ranks(Checked):
 class RunStatus:
     """How run `name` is doing: the status that its `run.json` tells, and what its ranks did when they last showed a sign of life.
 
-    `now` is the present time, in seconds since 1970.
+    `now` is the present time, in seconds since 1970. `losses` are those for which it is told when the run reached them.
     """
 
     name: str
@@ -66,10 +68,13 @@ class RunStatus:
     status: str
     ranks: _Ranks | None
     now: float
+    losses: Sequence[float] = ()
 
     @classmethod
-    def at(cls, run: str, trust: bool = False) -> RunStatus:
+    def at(cls, run: str, trust: bool = False, losses: Sequence[float] = ()) -> RunStatus:
         """Read the folder of a run. With `trust`, import the modules that its recipe names (`Recipe.stored`)."""
+        if (wrong := next((loss for loss in losses if not math.isfinite(loss)), None)) is not None:
+            raise UserError("loss", wrong, "must be a number, in nats per token")
         path = _with_file(run, "run.json")
         try:
             ranks = read_json(Folder(str(path)), RANKS, TypeAdapter(_Ranks)) if (path / RANKS).exists() else None
@@ -77,7 +82,7 @@ class RunStatus:
             raise UserError(_FIELD, run, f"its {error}") from None
         status = (read_run(path, _FIELD) or {}).get("status", "unknown")
         recipe = recipe_of(Folder(str(path)), _FIELD, run, trust)
-        return cls(path.name, recipe, read_history(path, _FIELD), status, ranks, time.time())
+        return cls(path.name, recipe, read_history(path, _FIELD), status, ranks, time.time(), losses)
 
     def document(self) -> dict[str, Any]:
         """Return the status as a JSON document. Times are in seconds."""
@@ -105,7 +110,16 @@ class RunStatus:
             "failures": [{key: failure.get(key) for key in FAILURE} for failure in history.failures],
             "ranks": [rank.model_dump() for rank in self.ranks.ranks] if self.ranks else [],
             "slow": sorted(history.slow),
+            "reached": [
+                {"loss": loss, **{name: found and found._asdict() for name, found in self._reached(loss).items()}}
+                for loss in self.losses
+            ],
         }
+
+    def _reached(self, loss: float) -> dict[str, Reached | None]:
+        tokens = self.recipe.training.global_batch * self.recipe.data.seq_len
+        given = self.history, loss, tokens
+        return {"training": training_reached(*given), "validation": validation_reached(*given)}
 
     def text(self) -> str:
         """Return the status as lines and a table of ranks, for people."""
@@ -125,6 +139,7 @@ class RunStatus:
             lines.append(f"validation: {status['val_bpb']:.3f} bits per byte")
         saved = status["checkpoint"]
         lines.append(f"last checkpoint: step {saved['step']}, {_span(saved['age_s'])} ago" if saved else "no checkpoint yet")
+        lines += [f"loss {loss:g}: {_when(self._reached(loss))}" for loss in self.losses]
         for failure in status["failures"]:
             after = f"went on from step {failure['saved']}" if failure["goes_on"] else "gave up"
             lines.append(f"failed after step {failure['step']}: {printable(failure['what'], _LONGEST)}; foldray {after}")
@@ -248,6 +263,19 @@ def _lines(table: Table, console: Console) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def _when(reached: dict[str, Reached | None]) -> str:
+    """Return a text on when training and validation reached a loss."""
+    texts = []
+    for name, words in (("training", f"training (median of {WINDOW} steps)"), ("validation", "validation")):
+        found = reached[name]
+        if found is None:
+            texts.append(f"{words} not yet")
+            continue
+        elapsed = "" if found.elapsed_s is None else f", {_span(found.elapsed_s)} after the start"
+        texts.append(f"{words} from step {found.step} on, {found.tokens:,} tokens, {_span(found.seconds)} of steps{elapsed}")
+    return "; ".join(texts)
 
 
 def _span(seconds: float) -> str:

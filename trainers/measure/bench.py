@@ -7,12 +7,13 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from foldray.clock import Recording, Span, draw_text, perfetto, replay, slice_timings
+from foldray.clock import Busy, Recording, Span, busy, busy_table, draw_text, perfetto, replay, slice_timings
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.files import check_folder, check_picture, write_picture, writing
@@ -45,27 +46,60 @@ class Timed(NamedTuple):
     joules: float
 
 
-def bench(recipe: Recipe, names: Sequence[str], rounds: int, as_json: bool = False) -> int:
+class Measured(NamedTuple):
+    """What the rounds of an ordering have measured on the fold's first rank.
+
+    Args:
+        rounds: the times of each round; the largest of all ranks.
+        bound: seconds that no order of the ops can beat, and `busy` what these ops and waits were: both of the round whose
+            recorded step took the median time.
+    """
+
+    rounds: list[dict[str, float]]
+    bound: float
+    busy: Busy
+
+
+def bench(recipe: Recipe, names: Sequence[str], rounds: int, lengths: Sequence[int] = (), as_json: bool = False) -> int:
     """Measure schedules and print a report. The schedules take turns within a round.
 
-    The names are read by `named_ordering`. An empty list measures the recipe's own ordering, and those of `DEFAULT` or
-    `APART` that are legal for the recipe.
+    Args:
+        names: names of schedules (`named_ordering`). Without them, the recipe's own ordering is measured, and those of `DEFAULT`
+            or `APART` that are legal for the recipe.
+        lengths: lengths of sequences, which are measured one after another; none is the recipe's own.
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
-    chosen = {name: recipe.named_ordering(name) for name in names} or _defaults(recipe)
-    message = f"{len(chosen)} schedules, {rounds} rounds, on {recipe.cluster.workers} workers …"
-    timings = on_workers(recipe, _compare, message, orderings=list(chosen.values()), rounds=rounds)
-    measured = zip(chosen.values(), timings["measured"], timings["bounds"], strict=True)
-    results = [{**_result(recipe, ordering, times), "bound_ms": bound} for ordering, times, bound in measured]
-    cost = _slice_cost(timings["slices"])
+    recipes = [_of_length(recipe, length) for length in dict.fromkeys(lengths)] or [recipe]
+    chosen = [{name: each.named_ordering(name) for name in names} or _defaults(each) for each in recipes]
+    results, slices, lacks_energy = list[dict[str, Any]](), list[tuple[int, int, float]](), None
+    for each, orderings in zip(recipes, chosen, strict=True):
+        of_length = f" of {each.data.seq_len} tokens" if lengths else ""
+        message = f"{len(orderings)} schedules{of_length}, {rounds} rounds, on {each.cluster.workers} workers …"
+        timings = on_workers(each, _compare, message, orderings=list(orderings.values()), rounds=rounds)
+        measured = dict(zip(orderings, timings["measured"], strict=True))
+        found = [_result(each, ordering, measured[name]) for name, ordering in orderings.items()]
+        results, slices, lacks_energy = results + found, slices + timings["slices"], timings["lacks_energy"]
+        if not as_json:
+            print(*[f"sequences{of_length}"] * bool(lengths), _table(list(orderings), found, rounds, lacks_energy), sep="\n")
+            print(_busy_tables({name: of_schedule.busy for name, of_schedule in measured.items()}))
+    cost = _slice_cost(slices)
     if as_json:
-        print(to_json({"results": results, "slice_cost": cost and cost[:2], "lacks_energy": timings["lacks_energy"]}))
-    else:
-        print(_table(list(chosen), results, rounds, timings["lacks_energy"]))
-        if cost:
-            print(f"\ntime-uniform slices as measured here: schedule.slice_cost=[{cost[0]:.3e},{cost[1]:.3e}]")
+        print(to_json({"results": results, "slice_cost": cost and cost[:2], "lacks_energy": lacks_energy}))
+    elif cost:
+        print(f"time-uniform slices as measured here: schedule.slice_cost=[{cost[0]:.3e},{cost[1]:.3e}]")
     return 0
+
+
+def _of_length(recipe: Recipe, length: int) -> Recipe:
+    """Return the recipe with sequences of another length.
+
+    Raises:
+        UserError: the recipe is illegal with it.
+    """
+    given = recipe.model_dump()
+    given["data"] |= {"seq_len": length}
+    return Recipe.parse(given)
 
 
 def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: bool = False) -> int:
@@ -90,14 +124,15 @@ def timeline(recipe: Recipe, picture: Path | None, trace: Path | None, as_json: 
         drawn = rows | {f"simulated{name}": simulation.spans for name, simulation in expected.items()}
         write_picture(picture, lambda path: _draw(recipe, graph, drawn, path))
     simulated, bound = next(iter(expected.values())).seconds * 1e3, recorded_bound(graph, recordings) * 1e3
-    measured = result["times"]["step_ms"]
+    measured, used = result["times"]["step_ms"], busy(graph, recordings)
     if as_json:
-        print(to_json({"measured": result["times"], "simulated_step_ms": simulated, "bound_ms": bound}))
+        print(to_json({"measured": result["times"], "simulated_step_ms": simulated, "bound_ms": bound, **_in_ms(used)}))
         return 0
     print(f"measured: {measured:.1f} ms")
     print(f"the step is {measured / bound:.2f} × the {bound:.1f} ms that no order of its ops can beat")
     for name, rank in shown(recipe).items():
         print(f"the first worker{name}\n{draw_text(graph, ranks[rank])}")
+    print(f"\n{busy_table({'all workers': used.ranks, 'critical path': used.path})}")
     print(f"\nsimulated from these op times: {simulated:.1f} ms")
     for name, simulation in expected.items():
         print(f"the first worker{name}\n{draw_text(graph, simulation.spans)}")
@@ -131,30 +166,32 @@ def _compare(
     engine = make_engine(recipe, groups, device)
     execution, trace = engine.execution, Trace(device)
     measured: list[list[dict[str, float]]] = [[] for _ in orderings]
+    steps: list[list[tuple[float, StepGraph, Recording]]] = [[] for _ in orderings]
     slices: list[tuple[int, int, float]] = []
-    bounds: list[float] = []
     energy = Energy(groups.control, device)
     learnt: dict[Ordering, Ordering] = {}  # orderings whose chunks depend on measured op times → the same with these times
     for number in range(WARM_UP + rounds):
-        for ordering, turns in zip(orderings, measured, strict=True):
+        for ordering, turns, kept in zip(orderings, measured, steps, strict=True):
             execution.reorder(learnt.get(ordering, ordering))
             execution.trace = trace
             graph, *_ = timed_step(recipe, engine, groups, device)
-            times = trace.times(graph)
+            times, of_this_rank = trace.times(graph), Recording(execution.order(graph), trace.spans)
             if execution.lacks_costs:
                 execution.learn_costs()
                 learnt[ordering] = execution.ordering
             execution.trace = None
             timed = timed_step(recipe, engine, groups, device, energy)  # recording takes time, so another step is timed
-            turn = slowest(groups, times | {"step_ms": timed.seconds * 1e3}, device)
+            turn = slowest(groups, times | {"recorded_ms": times["step_ms"], "step_ms": timed.seconds * 1e3}, device)
             if number >= WARM_UP:
+                kept.append((turn.pop("recorded_ms"), graph, of_this_rank))
                 turns.append(turn | {"energy_j": timed.joules})
-                slices += slice_timings(graph, trace.spans, groups.fold.cp * groups.fold.tp)
-            if number == WARM_UP + rounds - 1:
-                bounds.append(recorded_bound(*recorded(engine, trace, groups, graph)) * 1e3)
+                slices += slice_timings(graph, of_this_rank.spans, groups.fold.cp * groups.fold.tp)
+    medians = [sorted(kept, key=itemgetter(0))[len(kept) // 2] for kept in steps]  # the same rounds on all ranks
+    whole = [gathered(groups, graph, of_this_rank) for _, graph, of_this_rank in medians]
     if groups.rank != groups.fold.offset:
         return None
-    return {"measured": measured, "slices": slices, "bounds": bounds, "lacks_energy": energy.lacking}
+    found = [Measured(turns, recorded_bound(*step), busy(*step)) for turns, step in zip(measured, whole, strict=True)]
+    return {"measured": found, "slices": slices, "lacks_energy": energy.lacking}
 
 
 def _record(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
@@ -174,8 +211,12 @@ def _record(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, A
 
 def recorded(engine: Engine, trace: Trace, groups: Groups, graph: StepGraph) -> tuple[StepGraph, list[Recording]]:
     """Return the last step as all ranks have recorded it, and its graph with the chunks of all positions."""
-    of_this_rank = Recording(engine.execution.order(graph), trace.spans), graph.chunks
-    of_ranks = groups.control.all_gather_object(of_this_rank)
+    return gathered(groups, graph, Recording(engine.execution.order(graph), trace.spans))
+
+
+def gathered(groups: Groups, graph: StepGraph, of_this_rank: Recording) -> tuple[StepGraph, list[Recording]]:
+    """Return a step as all ranks have recorded it, and its graph with the chunks of all positions."""
+    of_ranks = groups.control.all_gather_object((of_this_rank, graph.chunks))
     return graph.with_chunks_of(chunks for _, chunks in of_ranks), [recording for recording, _ in of_ranks]
 
 
@@ -207,11 +248,13 @@ def slowest(groups: Groups, times: dict[str, float], device: torch.device) -> di
     return dict(zip(times, values.tolist(), strict=True))
 
 
-def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) -> dict[str, Any]:
+def _result(recipe: Recipe, ordering: Ordering, measured: Measured) -> dict[str, Any]:
+    rounds = measured.rounds
     columns = {key: [times[key] for times in rounds] for key in rounds[0]}
     step, joules = columns.pop("step_ms"), columns.pop("energy_j")
     degree, reduction = ordering.degree, ordering.reduction
     return {
+        "seq_len": recipe.data.seq_len,
         "schedule": ordering.forward.kind, "degree": degree, "attention_degree": ordering.fewer_slices,
         "slicing": _slicing(recipe, ordering),
         "batch_degree": ordering.batch_degree, "reduction": reduction.kind, "sp_bytes": reduction.most,
@@ -219,7 +262,23 @@ def _result(recipe: Recipe, ordering: Ordering, rounds: list[dict[str, float]]) 
         "step_ms": {"min": min(step), "median": statistics.median(step), "max": max(step)},
         **{key: statistics.median(values) for key, values in columns.items()},
         "energy_j": statistics.mean(joules),  # no median, since a counter may move only every tenth of a second
+        "bound_ms": measured.bound * 1e3, **_in_ms(measured.busy),
     }  # fmt: skip
+
+
+def _in_ms(used: Busy) -> dict[str, dict[str, float]]:
+    """Return the entries of a JSON document, in milliseconds by cause."""
+    entries = {"by_kind_ms": used.ranks, "critical_path_ms": used.path}
+    return {name: {cause: seconds * 1e3 for cause, seconds in causes.items()} for name, causes in entries.items()}
+
+
+def _busy_tables(used: Mapping[str, Busy]) -> str:
+    return "\n".join([
+        "", "shares of a step, mean of all workers; what travels counts where nothing computes",
+        busy_table({name: each.ranks for name, each in used.items()}),
+        "", "shares of its critical path, which goes from worker to worker",
+        busy_table({name: each.path for name, each in used.items()}), "",
+    ])  # fmt: skip
 
 
 def _slicing(recipe: Recipe, ordering: Ordering) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foldray.clock import Recording
-from foldray.comm import Groups
+from foldray.comm import Groups, nccl
 from foldray.graph import StepGraph
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
@@ -98,6 +98,7 @@ def _prepared(state: dict[str, Any], given: dict[str, Any], keep: int) -> _Ready
     device = state["device"]
     _give_back(device)
     before = _now(device)
+    nccl.take_adapters(recipe.adapters[state["rank"]])
     groups = Groups.create(recipe.placed_fold, state["rank"])
     engine = make_engine(recipe, groups, device)
     batches = random_batches(recipe, groups, device)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
 from foldray.costs.memory import GIB
-from foldray.plan.placing import adapters
+from foldray.plan.allocator import Kind
+from foldray.plan.placing import adapters, kinds
 from foldray.plan.report import Comparison, schedule
 from foldray.plan.search import Found
 from foldray.plan.space import Space
@@ -47,21 +47,26 @@ def draw_roofline(comparison: Comparison, space: Space, path: Path) -> None:
 
     There is one roof for equal adapters and one for each side's own, with the point at which each side works.
     """
-    demand, allocation, device = comparison.demand, comparison.allocation, Device.of(space.job, space.hardware)
-    speed, nic_rate = device.peak * device.share["gemm"], space.hardware.inter.gb_s * 1e9 * device.share["exchange"]
-    title = f"{space.job.model.preset or 'model'} on {space.gpus} × {space.hardware.name}, {space.job.seq_len} tokens"
+    allocation = comparison.allocation
+    ours, theirs = kinds(space)
+    on = space.hardware.name + (f" and {space.experts.name}" if space.experts else "")
+    title = f"{space.job.model.preset or 'model'} on {space.gpus} × {on}, {space.job.seq_len} tokens"
     figure, axes = one_panel(8, 5)
-    intensities = [flops / demand.bytes for flops in (demand.attention, demand.experts)]
-    x = np.geomspace(min(intensities) / 8, 8 * max(*intensities, speed / nic_rate), 400)
+    knees = [kind.flops / kind.nic_rate for kind in (ours, theirs)]
+    x = np.geomspace(min(comparison.intensities) / 8, 8 * max(*comparison.intensities, *knees), 400)
 
-    def roof(nics: float) -> np.ndarray:
-        return np.minimum(speed, x * nics * nic_rate) / 1e12
+    def roof(kind: Kind, nics: float) -> np.ndarray:
+        return np.minimum(kind.flops, x * nics * kind.nic_rate) / 1e12
 
-    axes.plot(x, roof(1.0), color=PALE_GREY, linewidth=1.5, label="one adapter per GPU")
-    sides = zip(("attention", "experts"), (BLUE, ORANGE), adapters(allocation), intensities, strict=True)
-    for name, colour, nics, intensity in sides:
-        axes.plot(x, roof(nics), color=colour, linewidth=1.5, linestyle=(0, (5, 2)), label=f"{name}: {nics:.2f} adapters per GPU")
-        reached = min(speed, intensity * nics * nic_rate) / 1e12
+    if not space.experts:
+        axes.plot(x, roof(ours, 1.0), color=PALE_GREY, linewidth=1.5, label="one adapter per GPU")
+    names, colours = ("attention", "experts"), (BLUE, ORANGE)
+    for name, colour, kind, nics, intensity in zip(
+        names, colours, (ours, theirs), adapters(allocation), comparison.intensities, strict=True
+    ):
+        label = f"{name}: {nics:.2f} adapters per GPU"
+        axes.plot(x, roof(kind, nics), color=colour, linewidth=1.5, linestyle=(0, (5, 2)), label=label)
+        reached = min(kind.flops, intensity * nics * kind.nic_rate) / 1e12
         axes.plot([intensity], [reached], "o", color=colour, markersize=7)
         axes.annotate(name, (intensity, reached), xytext=(6, -14), textcoords="offset points", fontsize=9, color=colour)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte that a side sends", ylabel="TFLOP/s of one GPU, at most")

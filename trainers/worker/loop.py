@@ -19,7 +19,7 @@ import torch
 from ray.train.v2._internal.execution.context import get_train_context as get_internal_train_context
 
 from foldray.blueprint import step_flops
-from foldray.comm import APART, TRAFFIC, Activity, Count, Groups, probe
+from foldray.comm import APART, TRAFFIC, Activity, Count, Groups, nccl, probe
 from foldray.costs.candidate import DTYPES as SHORT_DTYPES
 from foldray.costs.hardware import data_sheet_peak
 from foldray.kernels.transfer import move
@@ -106,6 +106,7 @@ class Worker:
         self.rank = ray.train.get_context().get_world_rank()
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
         timeout = timedelta(seconds=recipe.cluster.timeout)
+        nccl.take_adapters(recipe.adapters[self.rank])
         self.groups = Groups.create(recipe.placed_fold, self.rank, timeout, _nodes().__getitem__, activity)
         _check_node(recipe.labels[self.rank])
         self.outbox.send(_place(self.groups))

@@ -8,15 +8,17 @@ from itertools import combinations
 import pytest
 
 from foldray.blueprint import ModelSpec, ranks_of_a_token
+from foldray.costs import traffic
 from foldray.costs.apart import ApartWork, Sides, most_kept
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
-from foldray.costs.hardware import load_hardware
+from foldray.costs.hardware import Link, load_hardware
 from foldray.costs.rank import OpWork
 from foldray.costs.whole import simulate_step, whole_seconds
 from foldray.fold import Fold
 from foldray.graph import Op
 from foldray.kinds import COMBINE, DISPATCH, EXPERT
+from foldray.nodes import Room, arrange
 from foldray.orders import Ordering, Overlap, position_list
 
 MODEL = ModelSpec(preset="deepseek-moe", layers=5)  # four MoE blocks, after a dense one
@@ -55,6 +57,50 @@ def test_rows_take_as_long_as_the_slower_end() -> None:
     assert seconds(even, DISPATCH) > seconds(even, COMBINE) > 0  # weights travel along
     assert seconds(few, COMBINE) > 1.5 * seconds(work(Fold(24, ep=8, expert_ranks=8), (1.0, 2.0)), COMBINE)
     assert seconds(work(Fold(24, ep=8, expert_ranks=8), (2.0, 1.0)), COMBINE) == pytest.approx(seconds(few, COMBINE))
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_rows_do_not_leave_nodes_that_hold_both_halves(positions: int) -> None:
+    """Where the planner has rows on the links inside nodes, training seats the ranks so that no rows cross nodes."""
+    fold = Fold(16, tp=2 // positions, pp=positions, ep=2 // positions, expert_ranks=8, expert_pp=positions)
+    job, sides = replace(JOB, global_batch=512), Sides(DEVICE, DEVICE)
+    near, apart = (ApartWork(Candidate(job, each), sides) for each in (fold, replace(fold, ep=8 // positions)))
+    assert (fold.edp, near.shared_nodes, apart.shared_nodes) == (4, (4, 4), None)
+    travels = traffic.edges(near.candidate)
+    where = arrange(travels, [Room(node, 8) for node in range(2)])
+    assert travels.split(where)["rows"].across == 0 < travels.split(where)["edp"].across
+    assert [sum(where[rank] == node for rank in range(8)) for node in range(2)] == [4, 4]
+    # The same bytes over NVLink, with four times the speed, and not over the network.
+    link, reached = DEVICE.hardware.intra, DEVICE.share["exchange"]
+    rows = 4096 / fold.tp * ranks_of_a_token(MODEL, fold.ep) * 2048 * 2
+    assert seconds(near, COMBINE) == pytest.approx(link.latency_us * 1e-6 * fold.ep + rows / (link.gb_s * 1e9 * reached))
+    # Sums of gradients go round the same nodes, but only half of a node's adapters are attention's.
+    shape = near.rank.network.shape("dp_cp")
+    assert shape == (4, 2, 2)
+    shape = near.expert_rank.network.shape("edp")
+    assert shape == (4, 2, 2)
+
+
+def test_nodes_with_both_halves_are_faster_over_slow_networks() -> None:
+    fold, slow = Fold(32, ep=4, expert_ranks=16), load_hardware("a10g-g5.48xlarge")
+    job = Job(ModelSpec(preset="deepseek-moe", layers=3), 4096, 1024)
+    device = Device.of(job, slow.model_copy(update={"memory_gib": 999.0}))
+    near = ApartWork(Candidate(job, fold), Sides(device, device))
+    elsewhere = replace(device, hardware=device.hardware.model_copy(update={"about": "the same GPUs, on other nodes"}))
+    far = ApartWork(Candidate(job, fold), Sides(device, elsewhere))
+    assert near.shared_nodes
+    assert not far.shared_nodes
+    assert whole_seconds(near.candidate, near) < 0.9 * whole_seconds(far.candidate, far)
+    few = ApartWork(Candidate(replace(job, global_batch=16), fold), Sides(device, device))
+    assert few.shared_nodes is None, "gradients would be more bytes than rows"
+
+
+def test_each_end_has_its_own_links() -> None:
+    fold = Fold(32, ep=16, expert_ranks=16)
+    half = replace(DEVICE, hardware=DEVICE.hardware.model_copy(update={"inter": Link(gb_s=25, latency_us=20)}))
+    assert seconds(work(fold, device=half), COMBINE) == pytest.approx(seconds(work(fold, (1.0, 0.5)), COMBINE))
+    slower = ApartWork(Candidate(JOB, fold), Sides(half, DEVICE))
+    assert seconds(slower, COMBINE) == pytest.approx(seconds(work(fold, (0.5, 1.0)), COMBINE))
 
 
 def test_a_step_is_as_long_as_its_slower_side_at_least() -> None:

@@ -5,29 +5,39 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from foldray import Recipe
 from foldray.blueprint import ModelSpec
 from foldray.cli import main
+from foldray.costs.apart import ApartWork
 from foldray.costs.candidate import Candidate, Job
+from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import GIB, Memory
 from foldray.costs.prediction import predict, straggling
-from foldray.costs.whole import whole_seconds
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import simulate_step, whole_seconds
 from foldray.errors import UserError
 from foldray.fold import Fold
+from foldray.kinds import OP_KINDS
 from foldray.plan.placing import (
+    Placed,
     _best_order,
     _leaner,
     _placed,
+    _short,
     _works,
     adapters,
     apart_seconds,
+    kinds,
     least_seconds,
     roofline,
     search_placements,
+    sides,
+    slower_kind,
 )
 from foldray.plan.search import Found, Planned
 from foldray.plan.space import Space
@@ -120,6 +130,87 @@ def test_placements_are_compared_with_their_like(monkeypatch: pytest.MonkeyPatch
     document = json.loads(capsys.readouterr().out)
     assert document["shared"]["step_time_s"] == planned.prediction.seconds
     assert document["speed"] == pytest.approx(planned.prediction.seconds / placed.seconds)
+    for name, work in (
+        ("own", _short(ApartWork(placed.candidate, sides(Space(job, machines, 8))))),
+        ("shared", OpWork(candidate, Device.of(job, machines))),
+    ):
+        shares, step = document["shares"][name], simulate_step(work.candidate, work)
+        assert sum(shares["critical_path"].values()) == pytest.approx(1)
+        assert sum(shares["positions"].values()) == pytest.approx(1)
+        computing = sum(share for kind, share in shares["positions"].items() if kind in OP_KINDS and not OP_KINDS[kind].travels)
+        begin = min(span.start for span in step.spans.values())
+        assert computing == pytest.approx(fmean(used.compute for used in step.usage) / (step.seconds - begin))
+    demand, _ = roofline(Space(job, machines, 8))
+    assert document["roofline"]["experts"]["flops_per_byte"] == demand.experts / demand.bytes
+    assert document["speed_over_even_split"] == pytest.approx(document["even_split"]["step_time_s"] / placed.seconds)
+
+
+KINDS = Space(
+    Job(MODEL, 4096, 256), load_hardware("h800"), 16, {"tp": 1, "cp": 1, "pp": 1, "ep": 8}, micro_batches=(1,), expert_gpus=8
+)
+
+
+def test_experts_may_have_another_kind_of_gpu() -> None:
+    def best(**changes) -> Placed:
+        space = replace(KINDS, experts=KINDS.hardware.model_copy(update={"name": "other", **changes})) if changes else KINDS
+        return search_placements(space, 1, 4)[0]
+
+    same = best()
+    assert same.candidate.fold.moe_ranks == 8
+    assert best(about="the same numbers").seconds == pytest.approx(same.seconds)
+    slow = {name: peak / 16 for name, peak in KINDS.hardware.peak_tflops.items()}
+    slower = best(peak_tflops=slow)
+    assert slower.seconds > 2 * same.seconds
+    assert slower.mfu == pytest.approx(same.mfu * same.seconds / slower.seconds * 2 / (1 + 1 / 16))
+    assert not best(memory_gib=1.0).fits
+    assert slower_kind(replace(KINDS, experts=KINDS.hardware.model_copy(update={"peak_tflops": slow}))).peak_tflops == slow
+
+
+def test_the_allocator_knows_two_kinds() -> None:
+    other = KINDS.hardware.model_copy(update={"peak_tflops": {"bf16": KINDS.hardware.peak_tflops["bf16"] / 3}})
+    demand, free = roofline(replace(KINDS, experts=other, expert_gpus=None))
+    assert free.attention_nics == free.attention, "every side has the adapters of its own GPUs"
+    _, one_kind = roofline(replace(KINDS, expert_gpus=None))
+    assert free.experts > one_kind.experts
+    few = replace(KINDS, experts=other, expert_gpus=4)
+    _, pinned = roofline(few)
+    assert (pinned.attention, pinned.experts) == (12, 4)
+    ours, theirs = kinds(few)
+    assert pinned.sides == pytest.approx((
+        max(demand.attention / 12 / ours.flops, demand.bytes / 12 / ours.nic_rate),
+        max(demand.experts / 4 / theirs.flops, demand.bytes / 4 / theirs.nic_rate),
+    ))  # fmt: skip
+
+
+@pytest.mark.nightly("a search of placements")
+def test_two_kinds_of_gpus_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "--model", "deepseek-moe", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64", "--cluster", "h800"]
+    asked += ["--disaggregate", "--top", "1", "--pp", "1", "--tp", "1", "--cp", "1", "--ep", "8", "--picture", "roofline.png"]
+    assert main([*asked, "--expert-cluster", "a100", "--expert-gpus", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "on h800 for attention, and on a100 for the experts" in shown
+    assert "at the pace of the slower kind" in shown
+    assert "8:8" in shown
+    assert "even split" not in shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--expert-cluster", "a100"], "expert_cluster=a100: needs --disaggregate"),
+        (["--expert-gpus", "8"], "expert_gpus=8: needs --disaggregate"),
+        (
+            ["--disaggregate", "--expert-gpus", "16"],
+            "expert_gpus=16: must leave at least one of 16 GPUs to attention; legal: 1…15",
+        ),
+        (["--disaggregate", "--expert-cluster", "a10000"], "expert_cluster=a10000: is no known cluster nor a YAML file"),
+    ],
+)
+def test_mistakes_about_kinds_of_gpus(capsys, asked: list[str], words: str) -> None:
+    given = ["--model", "deepseek-moe", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64", "--cluster", "h800"]
+    assert main(["plan", *given, *asked]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.nightly("two searches of placements")

@@ -127,3 +127,43 @@ def test_texts_of_a_run_do_not_control_the_terminal(tmp_path: Path, capsys: pyte
     (run / "run.json").write_text(json.dumps({"status": "\x1b[2J"}))
     assert main(["status", str(run)]) == 0
     assert capsys.readouterr().out.startswith("r-1: ?[2J\n")
+
+
+def test_the_time_to_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss is 4 for 20 steps, then 3, but for one step that is no number, and 2 from step 61 on. Each record comes a
+    second after the one before, and a step takes a tenth of it."""
+    losses = [4.0] * 20 + [3.0] * 40 + [2.0] * 20
+    losses[45] = math.inf
+    records = [step(number, loss) for number, loss in enumerate(losses, 1)]
+    for at, bits in ((70, 2.5), (50, 3.0), (30, 5.0), (10, 3.0)):
+        records.insert(at, validation(at, bits))  # type: ignore[arg-type]
+    run = write(tmp_path, *records, beats=False)
+    tokens = RECIPE.training.global_batch * RECIPE.data.seq_len
+    assert main(["status", str(run), "--json", *(f"--loss={loss}" for loss in (3.2, 2.1, 1.9))]) == 0
+    first, second, third = json.loads(capsys.readouterr().out)["reached"]
+    # The median of twenty losses is 3.5 in step 30, and 3 in step 31.
+    assert first["training"] == pytest.approx({"step": 31, "tokens": 31 * tokens, "seconds": 3.1, "elapsed_s": 32.1})
+    # In steps 10 and 30, the validation loss is 2.08 and 3.47; in steps 50 and 70, 2.08 and 1.73.
+    assert first["validation"]["step"] == second["validation"]["step"] == 50
+    assert second["training"]["step"] == 71
+    assert third == {"loss": 1.9, "training": None, "validation": third["validation"]}
+    assert third["validation"]["step"] == 70
+    assert third["validation"]["tokens"] == 70 * tokens
+    assert main(["status", str(run), "--loss", "2.1", "--loss", "1.5"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
+    assert lines == [
+        f"loss 2.1: training (median of 20 steps) from step 71 on, {71 * tokens:,} tokens, 7 s of steps, 1 min 14 s after "
+        "the start; "
+        f"validation from step 50 on, {50 * tokens:,} tokens, 5 s of steps, 51 s after the start",
+        "loss 1.5: training (median of 20 steps) not yet; validation not yet",
+    ]
+    assert main(["status", str(run), "--loss", "nan"]) == 2
+    assert "loss=nan: must be a number, in nats per token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("then", [5.0, math.inf])
+def test_a_loss_that_rose_again_is_not_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str], then: float) -> None:
+    losses = [2.0] * 30 + [then] * 30
+    run = write(tmp_path, *(step(number, loss) for number, loss in enumerate(losses, 1)), validation(60, 9.0), beats=False)
+    assert main(["status", str(run), "--json", "--loss", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["reached"] == [{"loss": 3.0, "training": None, "validation": None}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from foldray.blueprint import ModelSpec, expert_shares
 from foldray.cli import main
-from foldray.clock import Recording, draw_text, perfetto, replay
+from foldray.clock import Recording, busy, draw_text, perfetto, replay
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.finding import recorded_bound
@@ -49,6 +50,7 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         ("sequential", 1, None, "whole"), ("one_a_one_m", 2, None, "token_uniform"), ("stream", 4, 3, "time_uniform"),
     ]  # fmt: skip
     keys = {
+        "seq_len",
         "schedule",
         "degree",
         "attention_degree",
@@ -64,7 +66,9 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
         "compute_ms",
     }
     for result in results:
-        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms", "energy_j"}
+        assert set(result) == {*keys, "comm_ms", "exposed_comm_ms", "bound_ms", "energy_j", "by_kind_ms", "critical_path_ms"}
+        assert sum(result["by_kind_ms"].values()) == pytest.approx(sum(result["critical_path_ms"].values()))
+        assert {"attention", "route", "expert", "merge", "head"} <= set(result["by_kind_ms"])
         step = result["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
         recorded = result["forward_ms"] + result["backward_ms"]  # of other steps than the timed ones, so only the unit is certain
@@ -74,12 +78,28 @@ def test_schedules_are_measured_side_by_side(ray_session, recipe: Path, capsys) 
 
 
 @pytest.mark.nightly("a whole measurement")
+def test_lengths_are_measured_one_after_another(ray_session, recipe: Path, capsys) -> None:
+    asked = ["--rounds", "1", "--schedule", "sequential", "--schedule", "stream:2", "--length", "32", "--length", "64"]
+    assert main(["bench", str(recipe), *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("sequences")] == ["sequences of 32 tokens", "sequences of 64 tokens"]
+    shares = [line.split() for line in lines if line.startswith("experts")]
+    assert len(shares) == 4, "of the workers and of the critical path, for each length"
+    assert all(0 < float(share.rstrip("%")) < 100 for row in shares for share in row[1:])
+    assert main(["bench", str(recipe), "--json", *asked]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    measured = [(result["seq_len"], result["schedule"]) for result in results]
+    assert measured == [(32, "sequential"), (32, "stream"), (64, "sequential"), (64, "stream")]
+
+
+@pytest.mark.nightly("a whole measurement")
 def test_a_timeline_is_drawn_and_traced(ray_session, recipe: Path, capsys) -> None:
     assert main(["timeline", str(recipe), "--picture", "step.png", "--trace", "step.json"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("measured: ")
     assert "simulated from these op times" in shown
     assert sum(line.split("│")[0].strip() == "compute" for line in shown.split("\n")) == 2
+    assert re.search(r"\n +all workers  critical path\nattention +\d+\.\d% +\d+\.\d%\n", shown)
     assert Path("step.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(Path("step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
@@ -109,6 +129,9 @@ def test_workers_of_their_own_are_measured_and_drawn(ray_session, recipe: Path, 
     ("arguments", "words"),
     [
         (["bench", "--rounds", "0"], "rounds=0: must be at least 1"),
+        (["bench", "--length", "0"], "data.seq_len=0: must be greater than or equal to 1"),
+        (["bench", "--length", "64", "--length", "2"], "a sequence of 2 tokens has at most 2 slices; legal: 1…2"),
+        (["bench", "--length", "64", "--skew", "1"], "skew=1.0: is measured with the recipe's own length; leave out --length"),
         (["bench", "--schedule", "steam:4"], "schedule=steam:4: names no kind of schedule; legal: sequential, moe_only"),
         (["bench", "--schedule", "one_a_one_m:4@0"], "has a 0; degrees, slices, lags and parts are at least 1"),
         (["bench", "--schedule", "stream:4:0"], "schedule=stream:4:0: has a 0; degrees, slices, lags and parts are at least 1"),
@@ -214,6 +237,8 @@ def check_recorded(ranks: Any, recipe: Recipe) -> StepGraph:
     for rank, recording in enumerate(recordings):
         assert recorded_bound(graph, recordings) <= replay(graph, recordings, rank).seconds * (1 + 1e-9)
         assert draw_text(graph, recording.spans)
+    used = busy(graph, recordings)
+    assert sum(used.ranks.values()) == pytest.approx(sum(used.path.values()))
     (tuned := Measurement()).add(turns, turns)
     assert tuned.recorded is not None
     assert tuned.recorded[0].chunks == graph.chunks
