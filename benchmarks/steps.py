@@ -141,13 +141,13 @@ def in_turns(
         search, online = online_search(recipe, engines[name].execution, device, None, lambda: 0)
         searching = online.steps(search, told.append)
         next(searching, None)
-        count = 0
+        steps_of_search: list[float] = []
         while search is not None and online.chosen is None:
-            searching.send(turn(name, engines[name].execution.trace))
-            count += 1
+            steps_of_search.append(turn(name, engines[name].execution.trace))
+            searching.send(steps_of_search[-1])
         if rank == 0 and online.chosen is not None:
             found = [f"{record['order']} {record['step_time_s']:.2f} s" for record in told if record["kind"] == "tried"]
-            print(f"{name}: {count} steps, {', '.join(found)}", file=sys.stderr, flush=True)
+            print(f"{name}: {len(steps_of_search)} steps in {sum(steps_of_search):.1f} s, {', '.join(found)}", file=sys.stderr, flush=True)
     for number in range(WARM_UP + rounds):
         for name, engine in engines.items():
             learns = 0 < number < WARM_UP
