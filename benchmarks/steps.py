@@ -146,8 +146,9 @@ def in_turns(
             steps_of_search.append(turn(name, engines[name].execution.trace))
             searching.send(steps_of_search[-1])
         if rank == 0 and online.chosen is not None:
-            found = [f"{record['order']} {record['step_time_s']:.2f} s" for record in told if record["kind"] == "tried"]
-            print(f"{name}: {len(steps_of_search)} steps in {sum(steps_of_search):.1f} s, {', '.join(found)}", file=sys.stderr, flush=True)
+            found = ", ".join(f"{record['order']} {record['step_time_s']:.2f} s" for record in told if record["kind"] == "tried")
+            line = f"{name}: {len(steps_of_search)} steps in {sum(steps_of_search):.1f} s, {found}"
+            print(line, file=sys.stderr, flush=True)
     for number in range(WARM_UP + rounds):
         for name, engine in engines.items():
             learns = 0 < number < WARM_UP
