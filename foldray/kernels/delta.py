@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state forgets, and corrects what it remembers (Gated Delta Networks, arXiv:2412.06464).
+"""The gated delta rule: linear attention whose state forgets, and corrects what it remembers (arXiv:2412.06464).
 
 The state of a head is a matrix from keys to values. Token t first lets it decay, then replaces a share of what the state has for
 its key by its value, and then reads it with its query:
@@ -12,13 +12,14 @@ products:
     (I + L) · U = β · (V − e^c · K · S)        L_ij = β_i · e^(c_i − c_j) · k_i · k_j for j < i
     O = e^c · Q · S + (e^(c_i − c_j) · q_i · k_j for j ≤ i) · U        S' = e^c_last · S + (e^(c_last − c) · K)ᵀ · U
 
-U = U_0 − W · S, so a chunk maps its first state to its last one by S' = A · S + B. So do many chunks together (`transition`),
-which lets ranks with parts of a sequence exchange A and B in place of tokens.
+U = U_0 − W · S, so a chunk maps its first state to its last one by S' = A · S + B. So do many chunks together (`transition`).
+Ranks with parts of a sequence can then exchange A and B in place of tokens.
 
 A document begins with a state of zeros. Tokens of different documents in a chunk do not see each other.
 
 Legend: B sequences, S tokens, K heads of queries and keys, V heads of values (a multiple of K; V/K neighbours share a head of
-keys), D width of queries and keys, E width of values, N chunks of C tokens, P tokens before the first one that a convolution sees.
+keys), D width of queries and keys, E width of values, N chunks of C tokens, T tokens that a convolution sees and P = T − 1, W
+columns that it mixes.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class _Chunks(NamedTuple):
 
 
 def _chunked(x_BSK: Tensor, size: int) -> Tensor:
-    """Return tokens in chunks, by head: [B, S, K, …] → [B, K, N, C, …]. Rows of zeros, which change nothing, fill the last one."""
+    """Return tokens in chunks, by head: [B, S, K, …] → [B, K, N, C, …]. Zeros, which change nothing, fill the last one."""
     lacking = -x_BSK.shape[1] % size
     if lacking:
         x_BSK = torch.cat((x_BSK, x_BSK.new_zeros((len(x_BSK), lacking, *x_BSK.shape[2:]))), dim=1)

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key/value heads and rotary positions, cut over heads (TP) and positions (CP).
 
-Heads get their queries, keys and values from the block's input, or from narrow vectors (latent attention). Linear attention, which
-has the same steps, is in `linear.py`.
+Heads get their queries, keys and values from the block's input, or from narrow vectors (latent attention). Linear attention
+has the same steps (`linear.py`).
 
 Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), H hidden, N query
 heads and G key/value heads of this rank, D width of a head's queries and keys, V width of its values, R columns of a head that

@@ -1,7 +1,7 @@
 """Norms, dense feed-forward networks, the embedding, the head with its loss, and what multi-token prediction adds to blocks.
 
-Norms compute in at least float32, and keep only their inputs for backward. The weight of a norm is its factor on a column, or this
-factor less one (`zero`), so that weights near zero keep their digits.
+Norms compute in at least float32, and keep only their inputs for backward. The weight of a norm is its factor on a column, or
+this factor less one (`zero`), so that weights near zero keep their digits.
 
 Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) has blocks that predict further tokens while training.
 Module k is a block behind the last one. At position i it takes the state of depth k − 1, and the embedding of token i + k:

@@ -138,7 +138,8 @@ class Weights:
     @property
     def _family(self) -> Family | None:
         kind = self._json(_CONFIG).get("model_type")
-        return next((family for family in self._families if kind in (family.model_type, *family.others)), None)
+        named = (family for family in self._families if kind in (family.model_type, *family.others))
+        return next((family for family in named if any(name.endswith(family.holds) for name in self.files or [""])), None)
 
     @property
     def _families(self) -> Sequence[Family]:
