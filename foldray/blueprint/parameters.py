@@ -209,11 +209,11 @@ def _attention_vectors(model: ModelSpec, spec: AttentionSpec, name: str, layer: 
         rows.append(ParameterSpec(f"{name}.{part}", (spec.heads,), layer, ATTENTION, cut=0, init=part))
     for part, width in _bias_widths(spec, model.hidden).items():
         kind: tuple[GradientClass, int | None] = ("replicated", None) if part == "out" else ("dense", 0)
-        rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, init=0.0))
+        rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, 0.0))
     for part, width in _norm_widths(spec).items():
         kind = ("dense", 0) if spec.norm == "all" else ("replicated", None)
         init = 0.0 if model.norm == "zero_rmsnorm" and not spec.linear else None
-        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind, init=init))
+        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind, init))
     return rows
 
 

@@ -86,8 +86,8 @@ class SliceCost(NamedTuple):
             products = sum(width * (inside or model.hidden) for inside, width in spec.inputs.values())
             products += model.hidden * (spec.outputs + sum(spec.downs.values()))
             linear += count * (2 * products + 6 * spec.state) / model.layers
-        spec = next((spec for spec in every if not spec.linear), None)  # all with keys have as many heads
-        quadratic = 2 * (spec.queries + spec.outputs) + 3 * spec.heads if spec else 0.0
+        found = [2 * (spec.queries + spec.outputs) + 3 * spec.heads for spec in every if not spec.linear]
+        quadratic = found[0] if found else 0.0  # all blocks with keys have as many heads
         windows = sorted((spec.window, count) for spec, count in every.items() if set(model.windows) != {FULL.name})
         return cls(quadratic, linear, tuple((name, count / model.layers) for name, count in windows))
 

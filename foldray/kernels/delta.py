@@ -52,13 +52,13 @@ def delta_rule(
     """
     chunks = _Chunks.of(k_BSKD, v_BSVE, decay_BSV, write_BSV, within_BS)
     q_BKGNCD = _chunked(q_BSKD, chunks.size).unsqueeze(2)
-    score_BVNCC = (q_BKGNCD @ chunks.k_BKGNCD.mT).expand_as(chunks.ratio_BKGNCC) * chunks.ratio_BKGNCC
+    score_BKGNCC = (q_BKGNCD @ chunks.k_BKGNCD.mT) * chunks.ratio_BKGNCC
     state, outs = state_BVDE.unflatten(1, chunks.heads), []
-    for n in range(chunks.count):
-        made = chunks.made_BKGNCE[:, :, :, n] - chunks.read_BKGNCD[:, :, :, n] @ state
-        inner = score_BVNCC[:, :, :, n] @ made
-        outs.append(inner + (q_BKGNCD[:, :, :, n] * chunks.carried_BKGNC[:, :, :, n, :, None]) @ state)
-        state = chunks.after(n, state, made)
+    reads = (q_BKGNCD * chunks.carried_BKGNC.unsqueeze(-1)).unbind(3), score_BKGNCC.unbind(3)
+    for step, q_BKGCD, score_BKGCC in zip(chunks.steps(), *reads, strict=True):
+        made = step.made(state)
+        outs.append(score_BKGCC @ made + q_BKGCD @ state)
+        state = step.after(state, made)
     out_BKGSE = torch.cat(outs, dim=3)[:, :, :, : q_BSKD.shape[1]]
     return out_BKGSE.flatten(1, 2).transpose(1, 2), state.flatten(1, 2)
 
@@ -70,16 +70,32 @@ def transition(k_BSKD: Tensor, v_BSVE: Tensor, decay_BSV: Tensor, write_BSV: Ten
     one_DD = torch.eye(width, dtype=v_BSVE.dtype, device=v_BSVE.device)
     first_DW = F.pad(one_DD, (0, v_BSVE.shape[-1]))
     state = first_DW.expand(len(k_BSKD), *chunks.heads, *first_DW.shape)
-    for n in range(chunks.count):
-        state = chunks.after(n, state, chunks.made_BKGNCE[:, :, :, n] - chunks.read_BKGNCD[:, :, :, n] @ state)
+    for step in chunks.steps():
+        state = step.after(state, step.made(state))
     return state.flatten(1, 2)
+
+
+class _Step(NamedTuple):
+    """What leads from the state before a chunk to that behind it: U_0, W, e^(c_last − c) · K, and e^c_last."""
+
+    made_BKGCE: Tensor
+    read_BKGCD: Tensor
+    k_BKGCD: Tensor
+    kept_BKG11: Tensor
+
+    def made(self, state_BKGDE: Tensor) -> Tensor:
+        """Return U."""
+        return self.made_BKGCE - self.read_BKGCD @ state_BKGDE
+
+    def after(self, state_BKGDE: Tensor, made_BKGCE: Tensor) -> Tensor:
+        return self.kept_BKG11 * state_BKGDE + self.k_BKGCD.mT @ made_BKGCE
 
 
 class _Chunks(NamedTuple):
     """What the tokens of all chunks have without a state. Heads of values are [K, G], G heads for each head of keys.
 
     Args:
-        size, count, heads: tokens of a chunk, number of chunks, (K, G).
+        size, heads: tokens of a chunk, (K, G).
         ratio_BKGNCC: e^(c_i − c_j), 0 where token i does not see token j.
         carried_BKGNC: e^c, 0 where the document began within the chunk.
         left_BKGNC: e^(c_last − c), 0 where the document ended within the chunk.
@@ -87,7 +103,6 @@ class _Chunks(NamedTuple):
     """
 
     size: int
-    count: int
     heads: tuple[int, int]
     k_BKGNCD: Tensor
     ratio_BKGNCC: Tensor
@@ -114,12 +129,13 @@ class _Chunks(NamedTuple):
         given = torch.cat((v, k.expand(*v.shape[:-1], k.shape[-1]) * carried.unsqueeze(-1)), dim=-1) * write.unsqueeze(-1)
         solved = torch.linalg.solve_triangular(lower, given, upper=False, unitriangular=True)
         made, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-        return cls(size, total.shape[3], heads, k, ratio, carried, left, made, read)
+        return cls(size, heads, k, ratio, carried, left, made, read)
 
-    def after(self, n: int, state: Tensor, made_BKGCE: Tensor) -> Tensor:
-        """Return the state after chunk n, from the state before it and U."""
-        k_BKGCD = self.k_BKGNCD[:, :, :, n] * self.left_BKGNC[:, :, :, n, :, None]
-        return self.carried_BKGNC[:, :, :, n, -1, None, None] * state + k_BKGCD.mT @ made_BKGCE
+    def steps(self) -> list[_Step]:
+        # `unbind` and not an index for each chunk, whose gradients would each be as large as all chunks.
+        k_BKGNCD, kept_BKGN11 = self.k_BKGNCD * self.left_BKGNC.unsqueeze(-1), self.carried_BKGNC[..., -1:].unsqueeze(-1)
+        parts = (x.unbind(3) for x in (self.made_BKGNCE, self.read_BKGNCD, k_BKGNCD, kept_BKGN11))
+        return [_Step(*step) for step in zip(*parts, strict=True)]
 
 
 def _chunked(x_BSK: Tensor, size: int) -> Tensor:
@@ -150,7 +166,7 @@ def convolved(x_BSW: Tensor, before_BPW: Tensor, filter_TW: Tensor, within_BS: T
     """
     length, taps = x_BSW.shape[1], len(filter_TW)
     all_BSW = torch.cat((before_BPW, x_BSW), dim=1)
-    y_BSW = x_BSW * filter_TW[-1]
+    y_BSW = all_BSW[:, taps - 1 :] * filter_TW[-1]
     for back in range(1, taps):
         part_BSW = all_BSW[:, taps - 1 - back : taps - 1 - back + length] * filter_TW[-1 - back]
         y_BSW = y_BSW + (part_BSW if within_BS is None else part_BSW * (within_BS >= back).unsqueeze(-1))

@@ -107,10 +107,11 @@ class LinearAttention(Attention):
         return _gathered(self._tails(made_BSI, mask), self.ring)
 
     def _sliced(self, made_BSI: Tensor, carry: Carry, tails: Tensor, place: Place, memory: StateCache) -> Tensor:
-        """Return the output of a slice, and hand a carry to the next one."""
+        """Return the output of a slice, and hand a carry to the next one. Sequences that grow may go on behind their length."""
         mask = place.masks[self.share.window]
-        y_BSV, carry = self._computed(made_BSI, carry, tails, place, hands_on=True)
-        return self._left(handed_on(y_BSV, carry, memory, mask))
+        hands_on = memory.forgets or mask.tokens.stop < mask.length
+        y_BSV, carry = self._computed(made_BSI, carry, tails, place, hands_on)
+        return self._left(handed_on(y_BSV, carry, memory, mask) if hands_on else y_BSV)
 
     def _computed(self, made_BSI: Tensor, carry: Carry, tails: Tensor, place: Place, hands_on: bool) -> tuple[Tensor, Carry]:
         """Return the heads' outputs side by side, [B, S, V · E], and what the next slice begins with if this one `hands_on`."""
@@ -121,8 +122,8 @@ class LinearAttention(Attention):
         own = [at for at, (_, member, _) in enumerate(order) if member == mask.index]
         tail_MBCtW = tails.unflatten(0, (self.ring.size, len(made_BSI)))
         before = [carry.before_BPW, *(tail_MBCtW[member, :, number] for _, member, number in order)]
-        befores = [_last(torch.cat(before[: at + 1], dim=1), self.taps - 1) for at in own]
-        last = _last(torch.cat(before, dim=1), self.taps - 1) if hands_on else carry.before_BPW
+        befores = [_newest(before[: at + 1], self.taps - 1) for at in own]
+        last = _newest(before, self.taps - 1) if hands_on else carry.before_BPW
         chunks = _chunks(made_BSI, mask)
         within = [None] * len(chunks) if place.within_BS is None else place.within_BS.chunk(len(chunks), dim=1)
         if mask.alone:
@@ -159,9 +160,22 @@ def _last(x_BTW: Tensor, tokens: int) -> Tensor:
     return x_BTW[:, max(0, x_BTW.shape[1] - tokens) :]
 
 
+def _newest(parts: Sequence[Tensor], tokens: int) -> Tensor:
+    """Return the last tokens of several parts that follow each other. All parts together have as many."""
+    found = [_last(parts[-1], tokens)]
+    for part in reversed(parts[:-1]):
+        if (lacking := tokens - sum(each.shape[1] for each in found)) > 0:
+            found.insert(0, _last(part, lacking))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
 def _gathered(x: Tensor, ring: Communicator) -> Tensor:
     """Gather every member's tensor along the first axis: [B, …] → [M · B, …]. Its gradient is summed at its owner."""
-    return x if ring.size == 1 else mirrored(x, ring.all_gather, ring.reduce_scatter)
+    if ring.size == 1:
+        return x
+    if not x.numel():  # of a convolution over one token, or of no sequences
+        return x.repeat(ring.size, *[1] * (x.dim() - 1))
+    return mirrored(x, ring.all_gather, ring.reduce_scatter)
 
 
 def _states(state_BVDE: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
@@ -173,17 +187,14 @@ def _states(state_BVDE: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
     return states
 
 
-def _mixed(
-    made_BSI: Tensor,
-    before_BPW: Tensor,
-    filter_TW: Tensor,
-    decay_rate_V: Tensor,
-    time_step_V: Tensor,
-    share: AttentionSpec,
-    within_BS: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _mixed(inputs: Sequence[Tensor], share: AttentionSpec, within_BS: Tensor | None) -> tuple[Tensor, ...]:
     """Return queries and keys [B, S, K, D], values [B, S, V, E], log decays and shares that are written [B, S, V], and the gate
-    of outputs [B, S, V, E], in at least float32."""
+    of outputs [B, S, V, E], in at least float32.
+
+    Args:
+        inputs: the product of the chunk, the last tokens before it, the filter, and each head's rate and time step.
+    """
+    made_BSI, before_BPW, filter_TW, decay_rate_V, time_step_V = inputs
     wide = at_least_float32(made_BSI)
     widths = [width for _, width in share.inputs.values()]
     queries, keys, values, gate, write, decay = made_BSI.to(wide).split(widths, dim=-1)
@@ -198,7 +209,7 @@ def _mixed(
 
 def _map(*inputs: Tensor, share: AttentionSpec, eps: float, within_BS: Tensor | None) -> Tensor:
     """Return a chunk's map of states (`transition`), from all inputs of `_mixed`."""
-    _, k, v, decay, write, _ = _mixed(*inputs, share=share, within_BS=within_BS)
+    _, k, v, decay, write, _ = _mixed(inputs, share, within_BS)
     return transition(k, v, decay, write, within_BS)
 
 
@@ -208,7 +219,7 @@ def _outputs(*inputs: Tensor, share: AttentionSpec, eps: float, within_BS: Tenso
     The inputs are those of `_mixed`, the weight of the norm, and the first state.
     """
     *mixed, norm_E, state_BVDE = inputs
-    q, k, v, decay, write, gate = _mixed(*mixed, share=share, within_BS=within_BS)
+    q, k, v, decay, write, gate = _mixed(mixed, share, within_BS)
     out_BSVE, state = delta_rule(q, k, v, decay, write, state_BVDE, within_BS)
     normed = F.rms_norm(out_BSVE, norm_E.shape, norm_E.to(out_BSVE.dtype), eps) * F.silu(gate)
     return normed.flatten(2).to(mixed[0].dtype), state

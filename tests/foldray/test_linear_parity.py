@@ -26,7 +26,9 @@ _MODELS: dict[str, dict[str, Any]] = {
         "windows": ["linear", "full"], **_SIZES, "qk_norm": "head", "norm": "zero_rmsnorm", "attention_gate": "element",
         "rope_dim": 2, "shared_gate": True,
     },
-    "further": {"windows": ["full", "linear"], **_SIZES, "linear_taps": 2, "mtp_depth": 1, "qk_norm": "all", "norm": "zero_rmsnorm"},
+    "further": {
+        "windows": ["full", "linear"], **_SIZES, "linear_taps": 2, "mtp_depth": 1, "qk_norm": "all", "norm": "zero_rmsnorm",
+    },
     "latent": {
         "windows": ["linear", "full"], **_SIZES, "linear_taps": 1, "latent_rank": 10, "kv_heads": 8, "rope_dim": 2,
         "norms": "both", "residual_scale": 0.5, "moe_every": 2,

@@ -35,7 +35,7 @@ class Family(NamedTuple):
         inside: keys of `config.json` that lead to the part of a model for several media that foldray has: its text model. Such a
             folder is read, and its text model leaves as one of the family that has no other media.
         attention, linear: the tensors of a block's attention, and of its linear attention; None if there is none.
-        holds: how the name of a tensor ends that tells a family's folders from those of others with its name; empty is any folder.
+        holds: how the name of a tensor ends that tells folders from those of another family with this name; empty is any folder.
     """
 
     model_type: str

@@ -148,7 +148,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"], "norm_topk_prob": False,
         "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "mlp_only_layers": [], "tie_word_embeddings": True,
     }),
-    ("Qwen3_5Moe", QWEN35 | {"layer_types": ["linear_attention"] * 4, "linear_num_key_heads": 1, "rms_norm_eps": 1e-3}),
+    ("Qwen3_5Moe", QWEN35 | {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1, "rms_norm_eps": 1e-3,
+    }),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
