@@ -213,7 +213,8 @@ def _attention_vectors(model: ModelSpec, spec: AttentionSpec, name: str, layer: 
     for part, width in _norm_widths(spec).items():
         kind = ("dense", 0) if spec.norm == "all" else ("replicated", None)
         init = 0.0 if model.norm == "zero_rmsnorm" and not spec.linear else None
-        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind, init))
+        gradient_class, cut = kind
+        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, gradient_class, cut, init))
     return rows
 
 

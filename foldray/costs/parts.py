@@ -281,7 +281,7 @@ class AttentionParts(Parts):
                 yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
 
     def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        """Yield the travel of a slice's keys and values; in backward, of their float32 gradients. Those of tails are not wider."""
+        """Yield the travel of a slice's keys and values; in backward, of float32 gradients. Those of tails are not wider."""
         assert block
         wide = self._rows(tokens) * self.fold.tp
         wider = back and not block.attention.linear

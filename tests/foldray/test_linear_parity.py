@@ -41,7 +41,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
     "two-again": {"kind": "one_a_one_m", "degree": 2, "recompute": ["attention"]},
     "four": {"kind": "stream", "degree": 4, "lag": 1, "weight_gradients": "apart", "reduction": "chunks", "sp_bytes": 512},
     "four-again": {"kind": "stream", "degree": 4, "lag": 2, "weight_gradients": "apart", "recompute": ["attention"]},
-    "uneven": {"kind": "stream", "degree": 2, "slices": [4, 12]},
+    "uneven": {"kind": "stream", "degree": 2, "slices": [12, 4]},
     "flow": {"kind": "flow", "degree": 2, "batch_degree": 2, "weight_gradients": "apart"},
     "weave": {"kind": "weave", "degree": 2, "weight_gradients": "apart"},
     "list": {"kind": "list", "degree": 4, "attention_degree": 2, "weight_gradients": "whole", "recompute": ["expert"]},
@@ -103,7 +103,8 @@ def test_models_that_mean_nothing_are_refused(model: dict[str, Any], key: str) -
 
 
 @pytest.mark.parametrize(("sizes", "key"), [
-    ({"linear_heads": 6, "linear_key_heads": 6}, "linear_heads"), ({"linear_heads": 8, "linear_key_heads": 2}, "linear_key_heads"),
+    ({"linear_heads": 6, "linear_key_heads": 6}, "linear_heads"),
+    ({"linear_heads": 8, "linear_key_heads": 2}, "linear_key_heads"),
 ])  # fmt: skip
 def test_tensor_parallelism_cuts_heads_evenly(sizes: dict[str, int], key: str) -> None:
     with pytest.raises(UserError, match=rf"fold\.tp.*{key}"):
