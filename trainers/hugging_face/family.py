@@ -33,9 +33,10 @@ class Family(NamedTuple):
         ahead: how names of tensors begin of parts that foldray does not have, such as further tokens in another way, or images.
         called: parts of names that the family calls otherwise, by what `names.py` calls them.
         inside: keys of `config.json` that lead to the part of a model for several media that foldray has: its text model. Such a
-            folder is read, and its text model leaves as one of the family that has no other media.
+            folder is read, and its text model leaves as one of the family that has no other media (`leaves`).
         attention, linear: the tensors of a block's attention, and of its linear attention; None if there is none.
         holds: how the name of a tensor ends that tells folders from those of another family with this name; empty is any folder.
+        leaves: with `inside`, the `model_type` of the family as which text models leave.
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class Family(NamedTuple):
     attention: Callable[[ModelSpec, str, str], Iterator[Tensor]] = attention
     linear: Callable[[ModelSpec, str, str], Iterator[Tensor]] | None = None
     holds: str = ""
+    leaves: str = ""
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
