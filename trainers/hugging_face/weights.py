@@ -247,7 +247,7 @@ class Weights:
         return UserError(self.field, str(self.folder), rule, legal)
 
     def named(self, model: ModelSpec) -> str | None:
-        """Return the name of the family as which the folder's model leaves, if an export would take another one that has it, too."""
+        """Return the name of the family as which the folder's model leaves, if an export would take another that has it, too."""
         owner = self._owner(model)
         family = named_family(owner.leaves or None) or owner
         return family.model_type if family in FAMILIES and family_of(model) is not family else None
