@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from foldray.model import Batch, Cache, Transformer
+from foldray.model import Batch, Cache, Transformer, cache
 from foldray.model.states import StateCache
 from tests.foldray.model.test_transformer import tokens
 from tests.foldray.parity import model_of
@@ -26,7 +26,8 @@ def made(**changes: Any) -> Transformer:
 
 @pytest.mark.parametrize("slices", [[75, 75], [1, 149], [64, 64, 22], [100] + [1] * 50, [3, 2, 1, 70, 74]], ids=str)
 @pytest.mark.parametrize("taps", [1, 4, 6])
-def test_a_cache_gives_what_whole_sequences_give(slices: list[int], taps: int) -> None:
+def test_a_cache_gives_what_whole_sequences_give(slices: list[int], taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_LEAST", 6)  # so slices end where there is no more room
     model, text = made(linear_taps=taps), tokens(2, LENGTH)
     growing = Cache(model, sequences=2)
     found = torch.cat([model.head_logits(growing.extend(part)) for part in text.split(slices, dim=1)], dim=1)
