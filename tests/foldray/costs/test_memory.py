@@ -192,7 +192,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "norm": "zero_rmsnorm",
         "qk_norm": "head",
     },
-    "linear, wide states": {"windows": ["linear"], "linear_heads": 2, "linear_key_dim": 64},
+    "linear, wide states": {"windows": ["linear"], "linear_heads": 1, "linear_key_dim": 256},
     "all linear, further tokens": {"windows": ["linear"], "mtp_depth": 1, "moe_every": 2},
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }
