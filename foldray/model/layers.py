@@ -107,7 +107,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero: bool = False) -> Tenso
 
 def _normed(x: Tensor, weight: Tensor, eps: float, zero: bool) -> Tensor:
     dtype = at_least_float32(x)
-    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype) + zero, eps).to(x.dtype)
+    return F.rms_norm(x.to(dtype), weight.shape, _factor(weight, dtype, zero), eps).to(x.dtype)
+
+
+def _factor(weight: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
+    """Return the factors on columns that a norm's weight stands for."""
+    return weight.to(dtype) + 1 if zero else weight.to(dtype)
 
 
 def _squares(q_BSW: Tensor, k_BSW: Tensor) -> Tensor:
@@ -118,7 +123,7 @@ def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps
     """Return this rank's part of RMSNorm, from the sum of squares and the width of all ranks' parts."""
     dtype = square_BS1.dtype
     scale_BS1 = (square_BS1 / width + eps).rsqrt()
-    return (x_BSW.to(dtype) * scale_BS1 * (weight_W.to(dtype) + zero)).to(x_BSW.dtype)
+    return (x_BSW.to(dtype) * scale_BS1 * _factor(weight_W, dtype, zero)).to(x_BSW.dtype)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
