@@ -78,10 +78,12 @@ def _chunked(size: int) -> Window:
 
 
 FULL = Window("full")
+LINEAR = Window("linear", lambda query: query, lambda queries: 0)
+"""Blocks of linear attention. Queries see no keys: a state of fixed size stands for all tokens before (`kernels/delta.py`)."""
 SIZED: Mapping[str, Callable[[int], Window]] = {"sliding": _sliding, "chunked": _chunked}
 """Windows with a size. With `sliding`, a query sees the newest keys (Mistral 7B, arXiv:2310.06825, section 2). With
 `chunked`, it sees the keys of its own chunk."""
-LEGAL = (FULL.name, *(f"{name}:TOKENS" for name in SIZED), OWN)
+LEGAL = (FULL.name, LINEAR.name, *(f"{name}:TOKENS" for name in SIZED), OWN)
 
 
 @lru_cache(maxsize=256)
@@ -93,6 +95,6 @@ def find_window(name: str) -> Window:
             raise UserError("model.windows", name, f"must have a size from 1 to {_LARGEST} tokens", LEGAL)
         return SIZED[sized[1]](int(sized[2]))
     try:
-        return find_row("model.windows", {FULL.name: FULL}, Window, name)
+        return find_row("model.windows", {row.name: row for row in (FULL, LINEAR)}, Window, name)
     except UserError as error:
         raise UserError("model.windows", name, error.rule, LEGAL) from None

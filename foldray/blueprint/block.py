@@ -74,8 +74,20 @@ class LatentSpec(NamedTuple):
     rank: int
 
 
+class LinearSpec(NamedTuple):
+    """Linear attention: the gated delta rule (Gated Delta Networks, arXiv:2412.06464).
+
+    Args:
+        taps: tokens that the convolution in front of queries, keys and values sees.
+    """
+
+    taps: int
+
+
 class AttentionSpec(NamedTuple):
     """Causal self-attention.
+
+    With linear attention, `heads` are those of values, states and outputs, and `kv_heads` those of queries and keys.
 
     Args:
         kv_heads: number of key/value heads, which several query heads may share.
@@ -87,6 +99,7 @@ class AttentionSpec(NamedTuple):
         sinks: whether every head has a score that takes a share of the softmax and adds nothing.
         growth: how queries grow with their position; None without it.
         gate: what of the heads' outputs the sigmoid of a product of the block's input weighs: nothing, each head, or each column.
+        linear: linear attention; None without it.
     """
 
     heads: int
@@ -102,11 +115,12 @@ class AttentionSpec(NamedTuple):
     sinks: bool = False
     growth: GrowthSpec | None = None
     gate: AttentionGate = "none"
+    linear: LinearSpec | None = None
 
     @property
     def queries(self) -> int:
         """Width of all heads' queries."""
-        return self.heads * self.key_dim
+        return (self.kv_heads if self.linear else self.heads) * self.key_dim
 
     @property
     def keys(self) -> int:
@@ -114,7 +128,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def values(self) -> int:
-        return self.kv_heads * self.value_dim
+        return (self.heads if self.linear else self.kv_heads) * self.value_dim
 
     @property
     def outputs(self) -> int:
@@ -127,6 +141,21 @@ class AttentionSpec(NamedTuple):
         return {"none": 0, "head": self.heads, "element": self.outputs}[self.gate]
 
     @property
+    def mixed(self) -> dict[str, int]:
+        """Widths of what linear attention's convolution mixes over tokens."""
+        return {"query": self.queries, "key": self.keys, "value": self.values} if self.linear else {}
+
+    @property
+    def state(self) -> int:
+        """Numbers of linear attention's state of a sequence: a matrix of each head, from keys to values."""
+        return self.heads * self.key_dim * self.value_dim if self.linear else 0
+
+    @property
+    def tail(self) -> int:
+        """Numbers of a sequence's last tokens that linear attention's convolution still sees."""
+        return (self.linear.taps - 1) * sum(self.mixed.values()) if self.linear else 0
+
+    @property
     def still(self) -> int:
         """Number of a head's columns that do not turn."""
         return self.key_dim - (self.rope.dim if self.rope else 0)
@@ -134,6 +163,9 @@ class AttentionSpec(NamedTuple):
     @property
     def inputs(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the products that make queries, keys and values that TP cuts. Rows of 0 are the block's width."""
+        if self.linear:  # of each head, how much it writes and how much it keeps
+            widths = self.mixed | {"gate": self.outputs, "write": self.heads, "decay": self.heads}
+            return {part: (0, width) for part, width in widths.items()}
         if self.latent is None:
             gate = {"gate": (0, self.gates)} if self.gates else {}
             return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)} | gate

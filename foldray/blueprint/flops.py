@@ -2,7 +2,8 @@
 
 These are model FLOPs. Only matrix products count; a product of [a, b] by [b, c] is 2abc. Backward counts twice as much as
 forward. Recomputation does not count. Attention counts the pairs of a query and a key that it sees, which is half of S×S for
-causal attention without a window. `causal=False` counts all of S×S for every window.
+causal attention without a window. `causal=False` counts all of S×S for every window. Linear attention counts three products of a
+token with the state of each head: what it reads, what it writes, and what the query reads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def _halves(model: ModelSpec, block: BlockSpec, seq_len: int, causal: bool) -> t
     products = sum(width * (inside or model.hidden) for inside, width in attention.inputs.values())
     products += model.hidden * (attention.outputs + sum(attention.downs.values()))
     products += 2 * model.hidden * model.hidden * block.mtp
-    flops = 2 * products + 2 * (attention.queries + attention.outputs) * keys
+    core = 6 * attention.state if attention.linear else 2 * (attention.queries + attention.outputs) * keys
+    flops = 2 * products + core
     if block.dense:
         flops += _feed_forward(model.hidden, block.dense)
     if not moe:

@@ -16,6 +16,7 @@ from foldray.blueprint.block import (
     FeedForwardSpec,
     GrowthSpec,
     LatentSpec,
+    LinearSpec,
     MixtureSpec,
     QkNorm,
     RopeSpec,
@@ -38,7 +39,7 @@ from foldray.blueprint.sections import (
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
 from foldray.tables import OWN, among
-from foldray.windows import FULL, LEGAL, find_window
+from foldray.windows import FULL, LEGAL, LINEAR, find_window
 
 Windows = Annotated[tuple[Annotated[str, among(LEGAL, find_window)], ...], Field(min_length=1, max_length=MOST_LAYERS)]
 
@@ -96,7 +97,20 @@ class ModelSpec(Strict):
     windows: Windows = (FULL.name,)
     """How far back queries see, one entry for each block; the list repeats. `full`
     sees all earlier tokens, `sliding:TOKENS` the newest ones, `chunked:TOKENS` those of its own
-    chunk. Smaller windows take less time on long sequences."""
+    chunk. Smaller windows take less time on long sequences. `linear` is linear attention (gated
+    delta rule, arXiv:2412.06464), which keeps a state of fixed size in place of keys and values."""
+    linear_heads: Heads | None = None
+    """Number of heads of linear attention's values, states and outputs. Null is `heads`. `fold.tp`
+    must divide it."""
+    linear_key_heads: Heads | None = None
+    """Number of heads of linear attention's queries and keys; it must divide `linear_heads`, and
+    `fold.tp` must divide it. Null is `linear_heads`."""
+    linear_key_dim: Heads | None = None
+    """Width of a head's queries and keys in linear attention. Null is head_dim."""
+    linear_value_dim: Heads | None = None
+    """Width of a head's values in linear attention. Null is `linear_key_dim`."""
+    linear_taps: Annotated[int, Field(ge=1, le=2**8)] = 4
+    """Tokens that the convolution of linear attention's queries, keys and values sees."""
     ffn_hidden: Width
     """Inner width of the feed-forward network in dense blocks. Their compute and parameters grow
     with it."""
@@ -121,9 +135,10 @@ class ModelSpec(Strict):
     """Every n-th block after `dense_first` is a MoE block. 1 makes all of them MoE blocks."""
     dense_first: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     """Number of dense blocks at the start of the model. They need no all-to-all."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Literal["rmsnorm", "zero_rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization. `layernorm` also subtracts the mean and has a bias; `rmsnorm` computes
-    less."""
+    less. With `zero_rmsnorm`, a weight w multiplies by 1 + w, also in norms of queries and keys
+    (Qwen3-Next)."""
     norms: Literal["before", "after", "both"] = "before"
     """What a block normalizes: what attention and networks take (`before`), what they add to the
     residual stream (`after`, as in OLMo 2), or `both` (Trinity)."""
@@ -205,6 +220,7 @@ class ModelSpec(Strict):
         if self.rope_dim is not None and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
             raise UserError("model.rope_dim", self.rope_dim, f"must be even, and at most head_dim={self.head_dim}")
         self._check_latent()
+        self._check_linear()
         if self.shared_gate and not self.shared_hidden:
             raise UserError("model.shared_gate", True, "needs a shared expert (shared_hidden)", [False])
         if self.topk > self.experts:
@@ -257,6 +273,18 @@ class ModelSpec(Strict):
         ):  # fmt: skip
             if value != legal:
                 raise UserError(f"model.{field}", value, "does not go with latent_rank", [legal])
+        if self.norm == "zero_rmsnorm":
+            raise UserError("model.norm", self.norm, "does not go with latent_rank", ["rmsnorm", "layernorm"])
+
+    def _check_linear(self) -> None:
+        if LINEAR.name not in self.windows:
+            for key in ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim"):
+                if (value := getattr(self, key)) is not None:
+                    raise UserError(f"model.{key}", value, f"needs a block with the window {LINEAR.name}", ["null"])
+            return
+        heads, key_heads = self.linear_heads or self.heads, self.linear_key_heads
+        if key_heads and heads % key_heads:
+            raise UserError("model.linear_key_heads", key_heads, f"must divide linear_heads={heads}", divisors(heads))
 
     @property
     def activation(self) -> Activation:
@@ -282,11 +310,33 @@ class ModelSpec(Strict):
         layer = min(layer, self.layers - 1)
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.moe_every == 0
 
+    def window(self, layer: int) -> str:
+        """Return the name of a block's window. Blocks of multi-token prediction have that of the last block before."""
+        return self.windows[min(layer, self.layers - 1) % len(self.windows)]
+
     def block(self, layer: int) -> BlockSpec:
         """Return the sizes and choices of a block."""
-        window, mtp = self.windows[min(layer, self.layers - 1) % len(self.windows)], layer >= self.layers
+        window, mtp = self.window(layer), layer >= self.layers
+        attention, after = self._attention(window), self.norms != "before"
+        if not self.is_moe(layer):
+            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp, after)
+        shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
+        expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
+        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp, after)
+
+    @property
+    def linear(self) -> AttentionSpec | None:
+        """The attention of linear blocks; None if there is none."""
+        return self._attention(LINEAR.name) if LINEAR.name in self.windows else None
+
+    def _attention(self, window: str) -> AttentionSpec:
+        """Return the attention of blocks with this window."""
+        if window == LINEAR.name:
+            heads, width = self.linear_heads or self.heads, self.linear_key_dim or self.head_dim
+            sizes = heads, self.linear_key_heads or heads, width, self.linear_value_dim or width
+            return AttentionSpec(*sizes, window, linear=LinearSpec(self.linear_taps))
         rope, scale = self._rope(window)
-        attention = AttentionSpec(
+        return AttentionSpec(
             self.heads,
             self.kv_heads,
             self.head_dim,
@@ -301,12 +351,6 @@ class ModelSpec(Strict):
             GrowthSpec(self.query_growth, self.query_growth_positions) if self.query_growth else None,
             self.attention_gate,
         )
-        after = self.norms != "before"
-        if not self.is_moe(layer):
-            return make_block(attention, FeedForwardSpec(self.ffn_hidden, self.ffn), None, mtp, after)
-        shared = FeedForwardSpec(self.shared_hidden, self.ffn) if self.shared_hidden else None
-        expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
-        return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp, after)
 
     def _rope(self, window: str) -> tuple[RopeSpec | None, float]:
         """Return the rotary positions of blocks with this window, and the factor on their scores."""

@@ -235,9 +235,12 @@ def check_apart(model: ModelSpec) -> None:
 def _check_divides(model: ModelSpec, fold: Fold) -> None:
     if fold.disjoint:
         check_apart(model)
+    linear = model.linear
     rules = [
         ("tp", "heads", True),
         ("tp", "kv_heads", True),
+        ("tp", "linear_heads", linear is not None),
+        ("tp", "linear_key_heads", linear is not None),
         ("tp", "ffn_hidden", model.has_dense),
         ("tp", "shared_hidden", model.shared_hidden > 0),
         ("ep", "experts", bool(model.moe_layers)),
@@ -245,6 +248,8 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
     ]
     for axis, field, applies in rules:
         size, whole = getattr(fold, axis), getattr(model, field)
+        if linear and field.startswith("linear"):
+            whole = linear.heads if field == "linear_heads" else linear.kv_heads
         if applies and whole % size:
             legal = [d for d in divisors(fold.world_size) if whole % d == 0]
             raise UserError(f"fold.{axis}", size, f"must divide model.{field}={whole}", legal)

@@ -17,9 +17,12 @@ from typing import Literal, get_args
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
+from foldray.windows import LINEAR
 
 GradientClass = Literal["dense", "replicated", "expert"]
 CLASSES: tuple[GradientClass, ...] = get_args(GradientClass)
+DecayInit = Literal["decay_rate", "time_step"]
+_FILTERS = (".query_filter", ".key_filter", ".value_filter")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class ParameterSpec:
             "replicated" is whole on every tensor-parallel rank, which sees only its piece of the sequence, so its gradient
             is summed over TP×DP×CP.
         cut: the axis along which tp ("dense") or etp ("expert") cuts it; None leaves it whole.
-        init: standard deviation of the normal distribution of its initial values; 0 is zeros, None is ones (norm weights).
+        init: standard deviation of the normal distribution of its initial values; 0 is zeros, None is ones (norm weights). For
+            the decay of linear attention, the name of a distribution (`Transformer`).
     """
 
     name: str
@@ -44,7 +48,7 @@ class ParameterSpec:
     op: str
     gradient_class: GradientClass = "dense"
     cut: int | None = None
-    init: float | None = None
+    init: float | DecayInit | None = None
 
     @property
     def count(self) -> int:
@@ -60,9 +64,9 @@ class ParameterSpec:
         """Whether it is a matrix of the hidden layers, which Muon updates: of attention, a network, an expert or a router.
 
         The embeddings, the head, norms, biases and other vectors are left to AdamW, as in Muon's post (Jordan et al. 2024) and in
-        Moonlight (arXiv:2502.16982, section 2).
+        Moonlight (arXiv:2502.16982, section 2). So are the filters of convolutions, which mix no columns.
         """
-        return len(self.shape) == 2 and self.op not in (EMBED, HEAD)
+        return len(self.shape) == 2 and self.op not in (EMBED, HEAD) and not self.name.endswith(_FILTERS)
 
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
@@ -92,23 +96,30 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     that must be refused for its size may be too long to make.
     """
     hidden, matrices = model.hidden, 1 + len(model.activation.inwards)
-    attention = model.block(0).attention
-    width = sum(columns * (rows or hidden) for rows, columns in attention.inputs.values()) + hidden * attention.outputs
-    width += hidden * sum(attention.downs.values())
     norm = hidden * (2 if model.norm == "layernorm" else 1)
-    vectors = (
-        attention.heads * attention.sinks + sum(_norm_widths(attention).values()) + sum(_bias_widths(attention, hidden).values())
-    )
+    kinds = Counter(model.window(layer) == LINEAR.name for layer in model.all_layers)
+    first = {model.window(layer) == LINEAR.name: layer for layer in reversed(model.all_layers)}
+    attention = sum(count * _attention_count(model.block(first[kind]).attention, hidden) for kind, count in kinds.items())
     depth, last_is_moe = model.mtp_depth, model.is_moe(model.layers - 1)
     sparse = (model.layers - model.dense_first) // model.moe_every + depth * last_is_moe
     edges = (1 if model.tied_embeddings else 2) * model.vocab + (model.max_positions if model.positions == "learned" else 0)
     norms = 4 if model.norms == "both" else 2
-    blocks = (model.layers + depth) * (width + norms * norm + vectors) + depth * (2 * hidden * hidden + 3 * norm)
+    blocks = attention + (model.layers + depth) * norms * norm + depth * (2 * hidden * hidden + 3 * norm)
     dense = (model.layers + depth - sparse) * matrices * hidden * model.ffn_hidden
     routed = sparse * hidden * (model.experts + matrices * model.shared_hidden + model.shared_gate)
     routed += sparse * model.experts * model.router.logit_bias
     expert = matrices * hidden * model.expert_hidden + model.expert_bias * ((matrices - 1) * model.expert_hidden + hidden)
     return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * expert
+
+
+def _attention_count(spec: AttentionSpec, hidden: int) -> int:
+    """Return the number of elements of a block's attention, without the norms around it."""
+    matrices = sum(columns * (rows or hidden) for rows, columns in spec.inputs.values()) + hidden * spec.outputs
+    matrices += hidden * sum(spec.downs.values())
+    vectors = spec.heads * spec.sinks + sum(_norm_widths(spec).values()) + sum(_bias_widths(spec, hidden).values())
+    if spec.linear:
+        vectors += spec.linear.taps * sum(spec.mixed.values()) + 2 * spec.heads
+    return matrices + vectors
 
 
 @lru_cache(maxsize=16)
@@ -155,7 +166,7 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     for part, (inside, width) in attention.inputs.items():
         rows.append(ParameterSpec(f"{name}.attention.{part}", (inside or hidden, width), layer, ATTENTION, cut=1, init=std))
     rows.append(ParameterSpec(f"{name}.attention.out", (attention.outputs, hidden), layer, ATTENTION, cut=0, init=out_std))
-    rows += _attention_vectors(attention, hidden, f"{name}.attention", layer)
+    rows += _attention_vectors(model, attention, f"{name}.attention", layer)
     if attention.sinks:
         rows.append(ParameterSpec(f"{name}.attention.sinks", (attention.heads,), layer, ATTENTION, cut=0, init=std))
     rows += _norm(model, f"{name}.attention_after", layer, ATTENTION) if after else []
@@ -186,15 +197,24 @@ def _prediction(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     return [*rows, *_block(model, layer), *_norm(model, f"{name}.final_norm", layer, HEAD)]
 
 
-def _attention_vectors(spec: AttentionSpec, hidden: int, name: str, layer: int) -> list[ParameterSpec]:
-    """Return biases and norms of heads. TP cuts those with a number for each column of the heads."""
+def _attention_vectors(model: ModelSpec, spec: AttentionSpec, name: str, layer: int) -> list[ParameterSpec]:
+    """Return biases and norms of heads, and what linear attention has of each head or column. TP cuts those with a number for
+    each column of the heads."""
     rows = []
-    for part, width in _bias_widths(spec, hidden).items():
+    for part, width in spec.mixed.items():
+        assert spec.linear
+        shape, std = (spec.linear.taps, width), 1 / math.sqrt(3 * spec.linear.taps)  # that of torch's own convolutions
+        rows.append(ParameterSpec(f"{name}.{part}_filter", shape, layer, ATTENTION, cut=1, init=std))
+    for part in get_args(DecayInit) if spec.linear else ():
+        rows.append(ParameterSpec(f"{name}.{part}", (spec.heads,), layer, ATTENTION, cut=0, init=part))
+    for part, width in _bias_widths(spec, model.hidden).items():
         kind: tuple[GradientClass, int | None] = ("replicated", None) if part == "out" else ("dense", 0)
-        rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, init=0.0))
+        rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, 0.0))
     for part, width in _norm_widths(spec).items():
         kind = ("dense", 0) if spec.norm == "all" else ("replicated", None)
-        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, *kind))
+        init = 0.0 if model.norm == "zero_rmsnorm" and not spec.linear else None
+        gradient_class, cut = kind
+        rows.append(ParameterSpec(f"{name}.norm.{part}", (width,), layer, ATTENTION, gradient_class, cut, init))
     return rows
 
 
@@ -204,6 +224,8 @@ def _bias_widths(spec: AttentionSpec, hidden: int) -> dict[str, int]:
 
 
 def _norm_widths(spec: AttentionSpec) -> dict[str, int]:
+    if spec.linear:
+        return {"output": spec.value_dim}
     if spec.latent:
         query = {"query": spec.latent.query_rank} if spec.latent.query_rank else {}
         return query | {"key_value": spec.latent.rank}
@@ -224,7 +246,8 @@ def _ffn(
 
 
 def _norm(model: ModelSpec, name: str, layer: int, op: str) -> list[ParameterSpec]:
-    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer, op, "replicated")]
+    init = 0.0 if model.norm == "zero_rmsnorm" else None
+    rows = [ParameterSpec(f"{name}.weight", (model.hidden,), layer, op, "replicated", init=init)]
     if model.norm == "layernorm":
         rows.append(ParameterSpec(f"{name}.bias", (model.hidden,), layer, op, "replicated", init=0.0))
     return rows

@@ -148,6 +148,13 @@ _RELEASED: dict[str, dict[str, Any]] = {
         "expert_hidden": 512, "vocab": 49155, "rope_theta": 1e7, "norm_eps": 1e-6, "tied_embeddings": True,
         "attention_scale": 0.015625, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 1 / 6,
     },
+    "qwen3-next-80b-a3b": {
+        "layers": 48, "hidden": 2048, "heads": 16, "kv_heads": 2, "head_dim": 256, "ffn_hidden": 5120, "experts": 512, "topk": 10,
+        "expert_hidden": 512, "shared_hidden": 512, "shared_gate": True, "vocab": 151936, "rope_theta": 1e7, "rope_dim": 64,
+        "norm": "zero_rmsnorm", "norm_eps": 1e-6, "qk_norm": "head", "attention_gate": "element",
+        "windows": ["linear", "linear", "linear", "full"], "linear_heads": 32, "linear_key_heads": 16, "linear_key_dim": 128,
+        "router": {"softmax": "before_topk", "normalize": True},
+    },
     "hy3": {
         "layers": 80, "hidden": 4096, "heads": 64, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 13312, "dense_first": 1,
         "experts": 192, "topk": 8, "expert_hidden": 1536, "shared_hidden": 1536, "vocab": 120832, "rope_theta": 11158840.0,

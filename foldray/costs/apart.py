@@ -33,6 +33,7 @@ from foldray.costs.memory import (
     kept_by_list,
     operands,
     parameters,
+    slices_of,
     summed_rows,
 )
 from foldray.costs.rank import OpWork, RankCosts
@@ -221,7 +222,7 @@ class ApartWork(OpWork):
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
         """Return the bytes that a half of a block keeps from forward to backward."""
-        again, sliced = self.candidate.ordering.recompute, self.candidate.graph.slicing.cuts_attention
+        again, sliced = self.candidate.ordering.recompute, slices_of(self.candidate.graph.slicing)
         moe, model, fold = block.moe, rank.model, self.candidate.fold
         if not moe:
             return block_activations(rank, block, again, sliced) if family == "dp_cp" else 0.0

@@ -95,6 +95,11 @@ class Device:
         """
         return flops / (self._wide_peak * self.share["attention"] * _between(self.hardware.attention, tokens))
 
+    def small_products(self, flops: float) -> float:
+        """Return the seconds of many small products in at least float32, at most as fast as those of the computation's dtype."""
+        peak = min(self._wide_peak, self.hardware.peak_tflops.get("fp32", math.inf) * 1e12)
+        return flops / (peak * self.share["gemm"] * self.share["grouped"])
+
     def passes(self, moved: float) -> float:
         """Return the seconds to read and write `moved` bytes in all."""
         return moved / self.bandwidth

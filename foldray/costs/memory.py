@@ -20,10 +20,10 @@ from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Content, Pieces, Pi
 from foldray.costs.device import FLOAT32, INT64
 from foldray.costs.rank import RankCosts, shared_by_fold, shared_by_ops
 from foldray.costs.updates import elements, moment
-from foldray.costs.working import after_backward, buffers, head_logits, networks, not_kept, passing_keys, unreduced
+from foldray.costs.working import after_backward, buffers, head_logits, in_chunks, networks, not_kept, passing_keys, unreduced
 from foldray.finding import blocks_left
 from foldray.fold import Fold
-from foldray.graph import PipelineGraph
+from foldray.graph import PipelineGraph, Slicing
 from foldray.kinds import ATTENTION, EXPERT, FFN, HEAD, SHARED
 from foldray.orders import passes
 
@@ -117,7 +117,7 @@ def _position(
     imbalance: float,
     keeping: Keeping,
 ) -> Memory:
-    content, sliced = layout.positions.content(place), pieces.slicing.cuts_attention
+    content, sliced = layout.positions.content(place), slices_of(pieces.slicing)
     flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
     size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
     if keeping.ahead is not None:
@@ -134,7 +134,8 @@ def _position(
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     slicing = pieces.slicing
     logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
-    running = [max(networks(rank, block, slicing, imbalance), passing_keys(rank, block, slicing)) for block in size]
+    needs = networks, passing_keys, in_chunks
+    running = [max(need(rank, block, slicing, imbalance) for need in needs) for block in size]
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
     return Memory(*held, kept, rows, logits, max(0.0, max(running) - logits, behind), workspace)
@@ -187,7 +188,7 @@ def least_memory(
     for place in _fullest_places(layout):
         held = sum(content_parameters(rank, layout.positions.content(place)))
         for block, count in blocks_in_flight(layout, pipeline, place):
-            held += count * block_activations(rank, block, recompute, False, imbalance)
+            held += count * block_activations(rank, block, recompute, 0, imbalance)
         most = max(most, held)
     return most + rank.device.share["workspace"] * GIB
 
@@ -271,11 +272,14 @@ def blocks_in_flight(
 
 @shared_by_ops
 def block_activations(
-    rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: bool = False, imbalance: float = 1.0
+    rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: int = 0, imbalance: float = 1.0
 ) -> float:
     """Return the bytes that a block keeps from forward to backward, for one micro-batch or one of its parts.
 
     These are the tensors that the autograd graphs of foldray's ops hold. The forward of the kinds of ops in `again` runs again.
+
+    Args:
+        sliced: number of slices; 0 if sequences are whole.
     """
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
@@ -368,11 +372,18 @@ def expert_operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -
     return rows * (2 * rank.model.hidden + (expert.width + expert.inner) / fold.etp) * rank.device.bytes
 
 
-def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: bool) -> float:
+def slices_of(slicing: Slicing) -> int:
+    """Return the number of slices; 0 if sequences are whole."""
+    return len(slicing.attention) if slicing.cuts_attention else 0
+
+
+def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: int) -> float:
     """Return the bytes of attention's input, queries, keys, values and outputs.
 
     With slices, a rank keeps the keys and values of all context-parallel ranks, even if attention runs again.
     """
+    if spec.linear:
+        return _linear(rank, spec, n, again, sliced)
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     tokens, queries, outputs = n * fold.tp, spec.queries / fold.tp, spec.outputs / fold.tp
     keys_and_values = (spec.keys + spec.values) / fold.tp
@@ -394,7 +405,22 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations
 
 
-def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: bool) -> float:
+def _linear(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: int) -> float:
+    """Return what `_attention` keeps of linear attention: its input, the product of it, outputs, and what slices begin with.
+
+    With CP, it keeps the maps of all chunks of a slice, and the states between them.
+    """
+    fold, b, local = rank.fold, rank.device.bytes, spec.cut(rank.fold.tp)
+    wide, chunks = max(FLOAT32, b), 2 * fold.cp if fold.cp > 1 else 0
+    carried = rank.sequences * (local.state * wide + local.tail * b)
+    if again:
+        return carried * max(0, sliced - 1)
+    made = sum(width for _, width in local.inputs.values())
+    maps = chunks * local.heads * local.key_dim * (local.key_dim + 2 * local.value_dim) * wide + chunks * local.tail * b
+    return n * fold.tp * (rank.model.hidden + made + local.outputs) * b + max(1, sliced) * (carried + rank.sequences * maps)
+
+
+def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: int) -> float:
     """Return what `_attention` keeps of latent attention, beyond the keys and values of slices."""
     assert spec.latent
     assert spec.rope

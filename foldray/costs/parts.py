@@ -23,6 +23,7 @@ from foldray.costs.shares import Work
 from foldray.fold import Fold
 from foldray.kinds import ATTENTION, EMBED, EXPERT, MERGE, PROJECT, ROUTE, SHARED
 
+LINEAR_CHUNK = 64  # tokens of a chunk of linear attention (`kernels/delta.py`)
 _NUMBER = 4  # bytes of the number of an expert
 _GROUP, _SCALE = 128, 4  # numbers of a row in float8 that share a scale, and its bytes (`moe/exchange.py`)
 
@@ -137,6 +138,24 @@ class Parts(ABC):
         return Work(travel.lane, what, travel.seconds)
 
 
+class LinearFlops(NamedTuple):
+    """FLOPs of linear attention's forward over the tokens of a sequence: of all outputs, and of the map of states."""
+
+    outputs: float
+    maps: float
+
+
+def linear_flops(local: AttentionSpec, tokens: int) -> LinearFlops:
+    """Return the FLOPs of the products of chunks (`kernels/delta.py`) of this rank's heads."""
+    chunk, keys, values = min(LINEAR_CHUNK, tokens), local.key_dim, local.value_dim
+    scores = 2 * chunk * keys * local.kv_heads
+    # The triangular system has half of a product's FLOPs. Then W · S, and K · U.
+    solved = chunk * (keys + values) + 4 * keys * values
+    read = 2 * keys * values + 2 * chunk * values
+    wider = chunk * (2 * keys + values) + 4 * keys * (keys + values)
+    return LinearFlops(tokens * (2 * scores + local.heads * (solved + read)), tokens * (scores + local.heads * wider))
+
+
 class AttentionParts(Parts):
     """What `Parts` has, and attention. Its cost over slices follows FoldMoE's formula (5), but counts keys causally."""
 
@@ -148,6 +167,9 @@ class AttentionParts(Parts):
         if whole or fold.cp == 1:
             yield from self._projected(block, tokens, back)
         yield self._travel("tp", self.network.gather("tp", wide * self._width))
+        if spec.linear:
+            yield from self._linear(block, tokens, whole, back)
+            return
         seen = spec.sees.pairs(range(tokens.start * shared, tokens.stop * shared)) / (len(tokens) * shared)  # keys per query
         queries = len(tokens) * fold.tp / (1 if fold.cp == 1 else 2)  # per kernel: a slice, or one of CP's 2 chunks
         core = self.device.attention((2.5 if back else 1) * 2 * wide * seen * (local.queries + local.outputs), queries)
@@ -174,6 +196,46 @@ class AttentionParts(Parts):
         if not whole and fold.cp > 1:
             yield self._launch(PROJECT, back, times=-1)
 
+    def _linear(self, block: BlockSpec, tokens: range, whole: bool, back: bool) -> Iterator[Work]:
+        """Yield the work of linear attention behind its first product (`model/linear.py`).
+
+        Backward computes all again first, and then has two products for each. With CP, the map of states comes first, and is
+        gathered; the maps of all chunks then lead to a rank's own.
+        """
+        fold, local = self.fold, block.attention.cut(self.fold.tp)
+        wide, times, maps = self._rows(tokens) * fold.tp, 3 if back else 1, 0 if fold.cp == 1 else 2
+        yield self._changed_linear(local, wide, times * (1 + (maps > 0)))
+        flops, chunks = linear_flops(local, len(tokens) * fold.tp), math.ceil(len(tokens) * fold.tp / max(1, maps) / LINEAR_CHUNK)
+        yield Work(COMPUTE, "attention", self.device.small_products(times * flops.outputs * self.sequences))
+        runs = [("linear", max(1, maps))]
+        if maps:
+            yield Work(COMPUTE, "attention", self.device.small_products(times * flops.maps * self.sequences))
+            runs.append(("map", maps))
+            if whole:
+                yield self._travel("cp", self._keys(block.attention, wide, self.device.bytes))
+            width = local.key_dim + local.value_dim
+            every = maps * fold.cp * self.sequences * local.heads * local.key_dim * width * max(FLOAT32, self.device.bytes)
+            yield self._travel("cp", self.network.gather("cp", every))
+        for kind, count in runs:
+            kernels = count * (counts().kernels[kind] + chunks * counts().kernels[f"{kind}_chunk"])
+            # Backward has twice as many kernels as forward, behind those that run again.
+            yield Work(COMPUTE, "launch", self.device.launches(times * kernels), calls=times * kernels)
+        factors = self.model.residual_scale != 1
+        yield from self._changed(tokens, back, block.after + factors)
+        yield from self._products("gemm", wide, local.outputs, self.model.hidden, back)
+        yield self._launch(ATTENTION, back)
+        if not whole and fold.cp > 1:
+            yield self._launch(PROJECT, back, times=-1)
+
+    def _changed_linear(self, local: AttentionSpec, wide: float, times: float) -> Work:
+        """Return the passes over memory of linear attention, in float32: the convolution reads and writes what it mixes for each
+        tap, and each head makes some matrices of a chunk and some vectors of keys and values."""
+        assert local.linear
+        mixed = sum(local.mixed.values())
+        numbers = mixed * (4 + 3 * local.linear.taps) + 3 * local.outputs
+        numbers += local.heads * (8 * LINEAR_CHUNK + 6 * (local.key_dim + local.value_dim))
+        return self._memory(times * wide * numbers * max(FLOAT32, self.device.bytes))
+
     def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         assert block
         yield from self._projected(block, tokens, back)
@@ -187,14 +249,15 @@ class AttentionParts(Parts):
         if block.mtp:
             yield from self._joined(n, back)
         yield from self._normed(n, back)
-        heads = wide * (local.queries + local.keys) * self.device.bytes  # bytes of queries and keys, which rope rotates
+        turning = 0 if local.linear else local.queries + local.keys
+        heads = wide * turning * self.device.bytes  # bytes of queries and keys, which rope rotates
         yield self._memory((2 if back else 1) * (5 * n * self._width + 2 * heads))
         if local.norm != "none":
             yield self._memory((2 if back else 1) * 2 * heads)
             yield self._launch("head_norm", back)
         if local.norm == "all":  # the sums of squares, or their gradients
             yield self._travel("tp", self.network.reduce("tp", 8 * wide))
-        made = local.queries + local.keys + local.values
+        made = sum(width for _, width in local.inputs.values()) if local.linear else local.queries + local.keys + local.values
         if local.bias != "none":
             yield self._memory((2 if back else 1) * wide * made * self.device.bytes)
         if local.latent:
@@ -218,14 +281,18 @@ class AttentionParts(Parts):
                 yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
 
     def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
-        """Yield the travel of a slice's keys and values; in backward, of their float32 gradients."""
+        """Yield the travel of a slice's keys and values; in backward, of float32 gradients. Those of tails are not wider."""
         assert block
         wide = self._rows(tokens) * self.fold.tp
-        yield self._travel("cp", self._keys(block.attention, wide, 4 if back else self.device.bytes))
+        wider = back and not block.attention.linear
+        yield self._travel("cp", self._keys(block.attention, wide, 4 if wider else self.device.bytes))
 
     def _keys(self, spec: AttentionSpec, wide: float, itemsize: float) -> Travel:
-        """Return the travel of keys and values of `wide` tokens per rank, with `itemsize` bytes per number."""
+        """Return the travel of keys and values of `wide` tokens per rank, with `itemsize` bytes per number; of linear attention,
+        that of the last tokens of each rank's two chunks."""
         local = spec.cut(self.fold.tp)
+        if spec.linear:
+            return self.network.gather("cp", 2 * self.fold.cp * self.sequences * local.tail * itemsize)
         return self.network.gather("cp", wide * self.fold.cp * (local.keys + local.values) * itemsize)
 
     def _parts(self, local: AttentionSpec, tokens: range, whole: bool, wide: float, back: bool) -> Iterator[Work]:

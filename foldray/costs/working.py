@@ -12,6 +12,7 @@ from foldray.blueprint import BlockSpec, FeedForwardSpec
 from foldray.costs.candidate import Content
 from foldray.costs.device import FLOAT32
 from foldray.costs.hardware import counts
+from foldray.costs.parts import LINEAR_CHUNK
 from foldray.costs.rank import RankCosts, shared_by_fold
 from foldray.graph import Slicing
 from foldray.kinds import ATTENTION, EXPERT, FFN
@@ -30,8 +31,8 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     total = 2 * rows * row * (fold.ep > 1)
     total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.cuts_attention:
-        attention = rank.job.blocks[0].attention
-        total += FLOAT32 * slicing.length * rank.sequences * fold.cp * (attention.keys + attention.values)
+        widths = [block.attention.keys + block.attention.values for block in rank.job.blocks if not block.attention.linear]
+        total += FLOAT32 * slicing.length * rank.sequences * fold.cp * max(widths, default=0)
     if rank.zero == 3:
         by_kind = [[count for (of, _), count in rank.weights.items() if of == kind] for kind in (ATTENTION, EXPERT)]
         total += b * sum(max(numbers, default=0.0) for numbers in by_kind)
@@ -78,12 +79,27 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
     return need
 
 
-def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing) -> float:
+def in_chunks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:
+    """Return the bytes that linear attention needs in backward, which computes all of a slice again in chunks and keeps it.
+
+    These are tensors in float32 at the fullest moment of a rank's chunk of tokens (`kernels/delta.py`).
+    """
+    if not block.attention.linear:
+        return 0.0
+    local, chunks = block.attention.cut(rank.fold.tp), 1 if rank.fold.cp == 1 else 2
+    tokens = max(slicing.attention) * rank.fold.tp / chunks
+    # Fitted to ten shapes of heads on a CPU, with chunks of 64 tokens: within 15 %.
+    numbers = local.heads * (5 * min(LINEAR_CHUNK, tokens) + 6 * local.key_dim + 8 * local.value_dim)
+    numbers += 7 * sum(local.mixed.values())
+    return tokens * rank.sequences * numbers * max(FLOAT32, rank.device.bytes)
+
+
+def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:
     """Return the bytes of other ranks' keys and values, and of float32 gradients, while a block attends to whole sequences.
 
     A ring holds the keys and values of two other ranks (`model/context.py`), and an all-gather those of all ranks.
     """
-    if rank.fold.cp == 1 or slicing.cuts_attention:
+    if rank.fold.cp == 1 or slicing.cuts_attention or block.attention.linear:
         return 0.0
     numbers = slicing.length * rank.sequences * (block.attention.keys + block.attention.values)
     return numbers * (2 if rank.job.context == "ring" else rank.fold.cp) * (rank.device.bytes + FLOAT32)

@@ -80,12 +80,16 @@ class SliceCost(NamedTuple):
 
         With as many key and value heads as query heads, and heads that are together as wide as the model, it is `of_model`.
         """
-        every = [model.block(layer).attention for layer in range(model.layers)]
-        spec, windows = every[0], Counter(attention.window for attention in every if set(model.windows) != {FULL.name})
-        products = sum(width * (inside or model.hidden) for inside, width in spec.inputs.values())
-        products += model.hidden * (spec.outputs + sum(spec.downs.values()))
-        shares = tuple((name, count / model.layers) for name, count in sorted(windows.items()))
-        return cls(2 * (spec.queries + spec.outputs) + 3 * spec.heads, 2 * products, shares)
+        every = Counter(model.block(layer).attention for layer in range(model.layers))
+        linear = 0.0
+        for spec, count in every.items():
+            products = sum(width * (inside or model.hidden) for inside, width in spec.inputs.values())
+            products += model.hidden * (spec.outputs + sum(spec.downs.values()))
+            linear += count * (2 * products + 6 * spec.state) / model.layers
+        found = [2 * (spec.queries + spec.outputs) + 3 * spec.heads for spec in every if not spec.linear]
+        quadratic = found[0] if found else 0.0  # all blocks with keys have as many heads
+        windows = sorted((spec.window, count) for spec, count in every.items() if set(model.windows) != {FULL.name})
+        return cls(quadratic, linear, tuple((name, count / model.layers) for name, count in windows))
 
     @classmethod
     def measured(cls, timings: Sequence[tuple[int, int, float]]) -> SliceCost:

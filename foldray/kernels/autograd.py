@@ -28,21 +28,27 @@ def keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return _KeepingInputs.apply(compute, *inputs)
 
 
+def all_keeping_inputs(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the several results of `compute(*inputs)`, as `keeping_inputs` does."""
+    return _KeepingInputs.apply(compute, *inputs)
+
+
 class _KeepingInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., Any], *inputs: Tensor) -> Any:
         ctx.compute = compute
         ctx.save_for_backward(*inputs)
         return compute(*inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_results: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
-            result = ctx.compute(*inputs)
-        gradients = iter(torch.autograd.grad(result, [tensor for tensor in inputs if tensor.requires_grad], gradient))
+            computed = ctx.compute(*inputs)
+        results = computed if isinstance(computed, tuple) else (computed,)
+        gradients = iter(torch.autograd.grad(results, [tensor for tensor in inputs if tensor.requires_grad], of_results))
         return None, *(next(gradients) if needs else None for needs in needed)
 
 

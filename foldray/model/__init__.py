@@ -2,5 +2,5 @@
 
 from foldray.model.batch import IGNORED, Batch, Losses, all_losses
 from foldray.model.cache import Cache
-from foldray.model.slices import KVCache
+from foldray.model.states import Memory
 from foldray.model.transformer import Transformer

@@ -1,6 +1,7 @@
 """Causal self-attention with grouped key/value heads and rotary positions, cut over heads (TP) and positions (CP).
 
-Heads get their queries, keys and values from the block's input, or from narrow vectors (latent attention).
+Heads get their queries, keys and values from the block's input, or from narrow vectors (latent attention). Linear attention
+has the same steps (`linear.py`).
 
 Legend: B sequences, s positions of this rank's piece, S positions of its context-parallel shard (s · tp), H hidden, N query
 heads and G key/value heads of this rank, D width of a head's queries and keys, V width of its values, R columns of a head that
@@ -13,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
 from foldray.model.layers import HeadNorms, rms_norm, scaled
 from foldray.model.slices import KVCache, slice_attention
+from foldray.model.states import Memory
 
 
 class Rotation(NamedTuple):
@@ -135,8 +137,7 @@ class Attention(nn.Module, ABC):
     `project` and `start_gather`, then `store` and `attend`. In backward, `start_scatter` and `summed` bring the gradient of
     keys and values back.
 
-    Subclasses say how queries, keys and values are made (`HeadAttention`, `LatentAttention`). `out` is [N·V, H], `out_bias` [H]
-    or None, and `sinks` [N] or None.
+    Subclasses say what heads compute (`SoftmaxAttention`, `LinearAttention`). `out` is [N·V, H], and `out_bias` [H] or None.
 
     Args:
         share: this rank's heads.
@@ -151,14 +152,75 @@ class Attention(nn.Module, ABC):
         self.later, self.out_scale = later or Later(), model.residual_scale
         self.out = nn.Parameter(torch.empty(share.outputs, model.hidden))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
-        self.sinks = nn.Parameter(self.out.new_empty(share.heads)) if share.sinks else None
         self._make(model)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
+    @abstractmethod
+    def memory(self, forgets: bool = False) -> Memory:
+        """Make what keeps the slices of a micro-batch so far.
+
+        Args:
+            forgets: no slice goes backward, so what no later slice needs may be forgotten.
+        """
+
+    @abstractmethod
+    def forward(self, x_BsH: torch.Tensor, place: Place, memory: Any = None) -> torch.Tensor:
         """Compute attention of whole sequences, or of one slice to everything up to it: [B, s, H] → [B, s, H].
 
-        The call adds keys and values of this slice to the memory of earlier ones. Whole sequences do not use it.
+        The call adds this slice to the memory of earlier ones. Whole sequences do not use it.
         """
+
+    @abstractmethod
+    def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what stays here of a slice, and the block of it that all members need, both with the sequences first."""
+
+    def start_gather(self, block: torch.Tensor) -> Pending:
+        """Start to gather the blocks of a slice. Every context-parallel rank must call this."""
+        return self.ring.start_all_gather(block)
+
+    @abstractmethod
+    def store(self, gathered: torch.Tensor, place: Place, memory: Any) -> None:
+        """Store the gathered blocks of a slice."""
+
+    @abstractmethod
+    def attend(self, stayed: torch.Tensor, place: Place, memory: Any) -> torch.Tensor:
+        """Compute attention of a slice whose blocks are stored, from what `project` has left here: [B, s, H]."""
+
+    @abstractmethod
+    def start_scatter(self, place: Place, memory: Any) -> Pending:
+        """Start to send the gradient of a slice's blocks to the ranks that hold them.
+
+        The parts of all ranks travel, and `summed` adds them up. That is as many bytes as a reduce-scatter, and gloo's
+        reduce-scatter would hold up the host.
+        """
+
+    def summed(self, shares: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of this rank's block: [cp · B, …] → [B, …]."""
+        return shares.unflatten(0, (self.ring.size, len(shares) // self.ring.size)).sum(0)
+
+    @abstractmethod
+    def _make(self, model: ModelSpec) -> None:
+        """Make the parameters beside `out`, of its type and on its device."""
+
+    def _left(self, y_BSV: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all heads, from their outputs side by side: [B, S, N · V] → [B, s, H]."""
+        y_BsH = scatter_sequence(product(y_BSV, self.out, self.later), self.tensor)
+        y_BsH = y_BsH if self.out_bias is None else y_BsH + self.out_bias
+        return scaled(y_BsH, self.out_scale)
+
+
+class SoftmaxAttention(Attention):
+    """Attention whose queries see the keys of earlier tokens.
+
+    Subclasses say how queries, keys and values are made (`HeadAttention`, `LatentAttention`). `sinks` is [N] or None.
+    """
+
+    def _make(self, model: ModelSpec) -> None:
+        self.sinks = nn.Parameter(self.out.new_empty(self.share.heads)) if self.share.sinks else None
+
+    def memory(self, forgets: bool = False) -> KVCache:
+        return KVCache()
+
+    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
         q_BNSD, k_BGSD, v_BGSV, gate_BNSE = self._projected(x_BsH, place)
         return self._merged(self._attend(q_BNSD, k_BGSD, v_BGSV, place.masks[self.share.window], memory), gate_BNSE)
 
@@ -171,41 +233,22 @@ class Attention(nn.Module, ABC):
         beside = q_BNSD if gate_BNSE is None else torch.cat((q_BNSD, gate_BNSE), dim=-1)
         return beside, torch.cat((k_BGSD, v_BGSV), dim=-1)
 
-    def start_gather(self, block_BGSW: torch.Tensor) -> Pending:
-        """Start to gather the keys and values of a slice. Every context-parallel rank must call this."""
-        return self.ring.start_all_gather(block_BGSW)
-
     def store(self, gathered: torch.Tensor, place: Place, memory: KVCache) -> None:
-        """Store the gathered keys and values of a slice."""
         mask = place.masks[self.share.window]
         k_BGTD, v_BGTV = mask.in_order(gathered).split((self.share.key_dim, self.share.value_dim), dim=-1)
         memory.put(k_BGTD, v_BGTV, mask)
 
     def attend(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
-        """Compute attention of a slice whose keys and values are stored, from what `project` has returned: [B, s, H]."""
         gate_BNSE = None
         if self.share.gates:
             q_BNSD, gate_BNSE = q_BNSD.tensor_split((self.share.key_dim,), dim=-1)
         return self._merged(slice_attention(q_BNSD, memory, place.masks[self.share.window], sink_N=self.sinks), gate_BNSE)
 
     def start_scatter(self, place: Place, memory: KVCache) -> Pending:
-        """Start to send the gradient of a slice's keys and values to the ranks that hold them.
-
-        The parts of all ranks travel, and `summed` adds them up. That is as many bytes as a reduce-scatter, and gloo's
-        reduce-scatter would hold up the host.
-        """
         mask = place.masks[self.share.window]
         share = mask.by_member(memory.take_gradient(mask))
         rows = [len(share) // self.ring.size] * self.ring.size
         return self.ring.start_all_to_all(share, rows, rows)
-
-    def summed(self, shares: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of this rank's keys and values: [cp · B, G, S, D + V] → [B, G, S, D + V]."""
-        return shares.unflatten(0, (self.ring.size, len(shares) // self.ring.size)).sum(0)
-
-    @abstractmethod
-    def _make(self, model: ModelSpec) -> None:
-        """Make the parameters of queries, keys and values, of the type and on the device of `out`."""
 
     @abstractmethod
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
@@ -215,9 +258,7 @@ class Attention(nn.Module, ABC):
         """Return the sum over all heads, which a gate may weigh: [B, N, S, V] → [B, s, H]."""
         if gate_BNSE is not None:
             y_BNSV = y_BNSV * torch.sigmoid(gate_BNSE)
-        y_BsH = scatter_sequence(product(y_BNSV.transpose(1, 2).flatten(2), self.out, self.later), self.tensor)
-        y_BsH = y_BsH if self.out_bias is None else y_BsH + self.out_bias
-        return scaled(y_BsH, self.out_scale)
+        return self._left(y_BNSV.transpose(1, 2).flatten(2))
 
     def _attend(
         self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Tensor, mask: AttentionMask, memory: KVCache | None
@@ -244,18 +285,19 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-class HeadAttention(Attention):
+class HeadAttention(SoftmaxAttention):
     """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)], as does a gate.
 
     `qkv_bias` and `norm` are None if the model has none.
     """
 
     def _make(self, model: ModelSpec) -> None:
+        super()._make(model)
         share = self.share
         width = share.queries + share.keys + share.values
         self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width + share.gates))
         self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
-        self.norm = HeadNorms(share, model.norm_eps, self.tensor) if share.norm != "none" else None
+        self.norm = HeadNorms(share, model, self.tensor) if share.norm != "none" else None
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         x_BSH, share, gate_BNSE = gather_sequence(x_BsH, self.tensor), self.share, None
@@ -303,7 +345,7 @@ class HeadAttention(Attention):
         return {"qkv": columns(widths), "qkv_bias": biases, **whole}
 
 
-class LatentAttention(Attention):
+class LatentAttention(SoftmaxAttention):
     """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
     `down` [H, …] makes the narrow vectors of this rank's piece: that of queries, if there is one, that of keys and values, and
@@ -312,6 +354,7 @@ class LatentAttention(Attention):
     """
 
     def _make(self, model: ModelSpec) -> None:
+        super()._make(model)
         share = self.share
         assert share.latent
         made, latent, new = share.inputs, share.latent, self.out.new_empty

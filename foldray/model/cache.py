@@ -1,4 +1,4 @@
-"""The keys and values of sequences that grow, so that a new token costs one pass over this token alone.
+"""The keys and values, or states, of sequences that grow, so that a new token costs one pass over this token alone.
 
 Generation is attention in slices (`slices.py`): the prompt is the first slice, and each new token is a slice of its own.
 
@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from foldray.model.batch import Batch
-from foldray.model.slices import KVCache
 from foldray.model.transformer import Transformer
 
 _LEAST = 256  # tokens that a cache has room for
 
 
 class Cache:
-    """Runs a model over sequences slice by slice, and keeps the keys and values of every block.
+    """Runs a model over sequences slice by slice, and keeps the keys and values of every block, or the state of linear attention.
 
     The results are those of one pass over the whole sequences, up to rounding. There are no gradients. The cache keeps all keys,
-    also those that no later query sees because of a window. Its memory doubles when it is full.
+    also those that no later query sees because of a window. Its memory doubles when it is full. That of states does not grow.
 
     This process must hold the model alone. Its experts must not drop tokens, because the capacity of an expert depends on tokens
     that are not there yet.
@@ -32,7 +31,7 @@ class Cache:
             raise ValueError("a cache needs a model whose experts drop no tokens: router.capacity_factor=None")
         self.model, self.seen = model, 0
         self._token_BL = torch.zeros((sequences, 0), dtype=torch.int64, device=next(model.parameters()).device)
-        self._memories = {layer: KVCache() for layer in range(model.spec.layers)}
+        self._memories = {layer: model.block(layer).attention.memory(forgets=True) for layer in range(model.spec.layers)}
 
     @torch.no_grad()
     def extend(self, token_BS: torch.Tensor) -> torch.Tensor:

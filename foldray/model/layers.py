@@ -1,6 +1,7 @@
 """Norms, dense feed-forward networks, the embedding, the head with its loss, and what multi-token prediction adds to blocks.
 
-Norms compute in at least float32, and keep only their inputs for backward.
+Norms compute in at least float32, and keep only their inputs for backward. The weight of a norm is its factor on a column, or
+this factor less one (`zero`), so that weights near zero keep their digits.
 
 Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) has blocks that predict further tokens while training.
 Module k is a block behind the last one. At position i it takes the state of depth k − 1, and the embedding of token i + k:
@@ -42,20 +43,20 @@ class Norm(nn.Module):
 
     def __init__(self, model: ModelSpec):
         super().__init__()
-        self.eps = model.norm_eps
+        self.eps, self.zero = model.norm_eps, model.norm == "zero_rmsnorm"
         self.weight = nn.Parameter(torch.empty(model.hidden))
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if model.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.zero)
         if x.is_cuda:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return keeping_inputs(self._centred, x, self.weight, self.bias)
 
     def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x, and x, for a residual stream. On a GPU, backward adds up the gradients of both as it computes."""
-        narrow = self.bias is None and x.dtype == self.weight.dtype and x.shape[-1] <= fused.MOST_NORMED
+        narrow = self.bias is None and not self.zero and x.dtype == self.weight.dtype and x.shape[-1] <= fused.MOST_NORMED
         return fused.norm_beside(x, self.weight, self.eps) if narrow and fused.fits(x) else (self(x), x)
 
     def _centred(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -66,49 +67,63 @@ class Norm(nn.Module):
 class HeadNorms(nn.Module):
     """RMSNorm of queries and keys: of each head by itself, or of all heads of a token, which TP cuts."""
 
-    def __init__(self, share: AttentionSpec, eps: float, tensor: Communicator):
+    def __init__(self, share: AttentionSpec, model: ModelSpec, tensor: Communicator):
         super().__init__()
-        self.share, self.eps, self.tensor = share, eps, tensor
+        self.share, self.eps, self.tensor, self.zero = share, model.norm_eps, tensor, model.norm == "zero_rmsnorm"
         widths = (share.key_dim, share.key_dim) if share.norm == "head" else (share.queries, share.keys)
         self.query, self.key = (nn.Parameter(torch.empty(width)) for width in widths)
 
     def forward(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize queries [B, S, N, D] and keys [B, S, G, D]."""
         if self.share.norm == "head":
-            return rms_norm(q_BSND, self.query, self.eps), rms_norm(k_BSGD, self.key, self.eps)
+            return self._normed(q_BSND, self.query), self._normed(k_BSGD, self.key)
         wide = q_BSND.flatten(2), k_BSGD.flatten(2)
         if self.tensor.size == 1:
-            q_BSW, k_BSW = (rms_norm(x, weight, self.eps) for x, weight in zip(wide, (self.query, self.key), strict=True))
+            q_BSW, k_BSW = (self._normed(x, weight) for x, weight in zip(wide, (self.query, self.key), strict=True))
         else:
             squares_BS2 = sum_over_members(keeping_inputs(_squares, *wide), self.tensor)
             q_BSW, k_BSW = (
-                keeping_inputs(partial(_scaled, width=self.tensor.size * x.shape[-1], eps=self.eps), x, square, weight)
+                keeping_inputs(
+                    partial(_scaled, width=self.tensor.size * x.shape[-1], eps=self.eps, zero=self.zero), x, square, weight
+                )
                 for x, square, weight in zip(wide, squares_BS2.split(1, dim=-1), (self.query, self.key), strict=True)
             )
         return q_BSW.view_as(q_BSND), k_BSW.view_as(k_BSGD)
 
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.eps, self.zero)
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm over the last axis, in at least float32. It keeps only its inputs for backward."""
-    if x.is_cuda:  # one kernel, which computes in float32 and keeps only its input and a number per row
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero: bool = False) -> Tensor:
+    """Return RMSNorm over the last axis, in at least float32. It keeps only its inputs for backward.
+
+    Args:
+        zero: columns are multiplied by one plus the weight.
+    """
+    if x.is_cuda and not zero:  # one kernel, which computes in float32 and keeps only its input and a number per row
         return F.rms_norm(x, weight.shape, weight, eps)
-    return keeping_inputs(partial(_normed, eps=eps), x, weight)
+    return keeping_inputs(partial(_normed, eps=eps, zero=zero), x, weight)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float, zero: bool) -> Tensor:
     dtype = at_least_float32(x)
-    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
+    return F.rms_norm(x.to(dtype), weight.shape, _factor(weight, dtype, zero), eps).to(x.dtype)
+
+
+def _factor(weight: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
+    """Return the factors on columns that a norm's weight stands for."""
+    return weight.to(dtype) + 1 if zero else weight.to(dtype)
 
 
 def _squares(q_BSW: Tensor, k_BSW: Tensor) -> Tensor:
     return torch.stack([x.to(at_least_float32(x)).square().sum(-1) for x in (q_BSW, k_BSW)], dim=-1)
 
 
-def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps: float) -> Tensor:
+def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps: float, zero: bool) -> Tensor:
     """Return this rank's part of RMSNorm, from the sum of squares and the width of all ranks' parts."""
     dtype = square_BS1.dtype
     scale_BS1 = (square_BS1 / width + eps).rsqrt()
-    return (x_BSW.to(dtype) * scale_BS1 * weight_W.to(dtype)).to(x_BSW.dtype)
+    return (x_BSW.to(dtype) * scale_BS1 * _factor(weight_W, dtype, zero)).to(x_BSW.dtype)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

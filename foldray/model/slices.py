@@ -26,9 +26,10 @@ from torch.autograd.function import once_differentiable
 
 from foldray.kernels.attention import attend, attend_backward, finished, merge, sinks_backward
 from foldray.model.attention_mask import AttentionMask, Part
+from foldray.model.states import Memory
 
 
-class KVCache:
+class KVCache(Memory):
     """The keys and values of one block and micro-batch, side by side, and their gradient.
 
     Attributes:
@@ -58,7 +59,6 @@ class KVCache:
         return self._seen >= mask.tokens.stop
 
     def lengthen(self, length: int) -> None:
-        """Make room for sequences of `length` tokens. Later slices must name this length (`AttentionMask.length`)."""
         if self.made is not None:
             made = self.made.new_empty((*self.made.shape[:2], length, sum(self.widths)))
             made[..., : self._seen, :] = self.made[..., : self._seen, :]

@@ -6,6 +6,7 @@ whole sequence, H hidden, V rows of the vocabulary that this rank holds, E exper
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +16,18 @@ from typing import cast
 import torch
 from torch import nn
 
-from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
-from foldray.blueprint.parameters import GradientClass
+from foldray.blueprint import AttentionSpec, Layout, Maker, Ownership, ParameterSpec
+from foldray.blueprint.parameters import DecayInit, GradientClass
 from foldray.comm import Groups
 from foldray.kernels.autograd import Later
 from foldray.kernels.transfer import to_device
-from foldray.model.attention import ContextMode, HeadAttention, LatentAttention, Place
+from foldray.model.attention import Attention, ContextMode, HeadAttention, LatentAttention, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
 from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward, scaled
+from foldray.model.linear import LinearAttention
 from foldray.model.parts import parts_below
-from foldray.model.slices import KVCache
+from foldray.model.states import Memory
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 
@@ -53,8 +55,7 @@ class Block(nn.Module):
         before, after = model.norms != "after", model.norms != "before"
         self.attention_norm, self.ffn_norm = (Norm(model) if before else None for _ in range(2))
         self.attention_after, self.ffn_after = (Norm(model) if after else None for _ in range(2))
-        attention = LatentAttention if share.attention.latent else HeadAttention
-        self.attention = attention(share.attention, model, groups, context, later)
+        self.attention = _attention_type(share.attention)(share.attention, model, groups, context, later)
         if share.dense:
             self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, model.residual_scale)
         if share.moe:
@@ -65,7 +66,7 @@ class Block(nn.Module):
             else:
                 self.moe = MoELayer(ownership, layer, groups, backend, shared, later)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> tuple[torch.Tensor, Balance | None]:
+    def forward(self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None) -> tuple[torch.Tensor, Balance | None]:
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
 
         Every schedule must give the same result.
@@ -76,17 +77,17 @@ class Block(nn.Module):
         y_BsH, balance = self.moe(_normed(self.ffn_norm, x_BsH))
         return x_BsH + _normed(self.ffn_after, y_BsH), balance
 
-    def attend(self, x_BsH: torch.Tensor, place: Place, memory: KVCache | None = None) -> torch.Tensor:
+    def attend(self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None) -> torch.Tensor:
         normed_BsH, x_BsH = (x_BsH, x_BsH) if self.attention_norm is None else self.attention_norm.beside(x_BsH)
         return x_BsH + _normed(self.attention_after, self.attention(normed_BsH, place, memory))
 
     def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries of a slice, and its keys and values (`Attention.project`)."""
+        """Return what stays here of a slice, and what all members need of it (`Attention.project`)."""
         return self.attention.project(_normed(self.attention_norm, x_BsH), place)
 
-    def attend_projected(self, q_BNSD: torch.Tensor, place: Place, memory: KVCache) -> torch.Tensor:
+    def attend_projected(self, stayed: torch.Tensor, place: Place, memory: Memory) -> torch.Tensor:
         """Return what attention of a slice adds to the residual stream (`Attention.attend`)."""
-        return _normed(self.attention_after, self.attention.attend(q_BNSD, place, memory))
+        return _normed(self.attention_after, self.attention.attend(stayed, place, memory))
 
     def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
         normed_BsH, x_BsH = (x_BsH, x_BsH) if self.ffn_norm is None else self.ffn_norm.beside(x_BsH)
@@ -99,6 +100,12 @@ class Block(nn.Module):
     @property
     def is_moe(self) -> bool:
         return hasattr(self, "moe")
+
+
+def _attention_type(spec: AttentionSpec) -> type[Attention]:
+    if spec.linear:
+        return LinearAttention
+    return LatentAttention if spec.latent else HeadAttention
 
 
 def _normed(norm: Norm | None, x_BsH: torch.Tensor) -> torch.Tensor:
@@ -418,10 +425,22 @@ class Transformer(nn.Module):
                 parameter[index].copy_(_drawn(piece.spec.shape, piece.spec.init, seed, name)[piece.box])
 
 
-def _drawn(shape: tuple[int, ...], std: float | None, seed: int, name: str) -> torch.Tensor:
-    if std is None or std == 0:
-        return torch.full(shape, 1.0 if std is None else 0.0)
+def _drawn(shape: tuple[int, ...], init: float | DecayInit | None, seed: int, name: str) -> torch.Tensor:
+    if init is None or init == 0:
+        return torch.full(shape, 1.0 if init is None else 0.0)
     # Every name has its own generator, so the weights depend neither on the rank that draws them nor on the order.
     # The hash has 32 bits, because torch's generator uses only 32 bits of its seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    if isinstance(init, str):
+        return _decay_drawn(init, torch.rand(shape, generator=generator))
+    return torch.empty(shape).normal_(0.0, init, generator=generator)
+
+
+def _decay_drawn(init: DecayInit, share: torch.Tensor) -> torch.Tensor:
+    """Return initial values from random shares of 1, as in Mamba 2 (arXiv:2405.21060): rates from 1 to 16, even in themselves,
+    and time steps from 0.001 to 0.1, even in their logarithm. Parameters are the rate's logarithm, and what has softplus of this.
+    """
+    if init == "decay_rate":
+        return (1 + 15 * share).log()
+    step = torch.exp(math.log(0.001) + share * math.log(100))
+    return step + torch.log(-torch.expm1(-step))

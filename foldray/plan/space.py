@@ -129,7 +129,9 @@ def legal_folds(model: ModelSpec, seq_len: int, gpus: int, pins: Mapping[str, in
 
     def cuts_heads(tp: int) -> bool:
         dense = model.ffn_hidden if model.has_dense else 0
-        return not any(size % tp for size in (model.heads, model.kv_heads, dense, model.shared_hidden, model.vocab))
+        whole = [model.heads, model.kv_heads, dense, model.shared_hidden, model.vocab]
+        whole += [model.linear.heads, model.linear.kv_heads] if model.linear else []
+        return not any(size % tp for size in whole)
 
     for pp in sizes("pp", gpus, lambda n: n <= model.layers):
         place = gpus // pp

@@ -24,6 +24,7 @@ def uncaptured(recipe: Description) -> dict[str, str]:
         (by_list and recipe.engine.zero == 2, CAPTURED, "engine.zero=2 makes the sums of gradients anew in every step"),
         (fold.tp > 1, (*_ATTENTION, SHARED, FFN, EMBED, HEAD), "fold.tp communicates inside of ops"),
         (fold.cp > 1, _ATTENTION, "fold.cp communicates inside of ops"),
+        (recipe.model.linear is not None, _ATTENTION, "the kernel of linear blocks (model.windows) was never captured"),
         (recipe.data.mask_documents, _ATTENTION, "data.mask_documents makes masks for every batch"),
         (recipe.placement is not None, halves, "with workers for experts, the host counts rows"),
         (drops and varies, halves, "without model.router.pad, the host counts the rows that are not dropped"),

@@ -17,7 +17,7 @@ import torch
 from foldray.comm import Pending
 from foldray.graph import Op
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT, SHARED
-from foldray.model import Batch, KVCache, Transformer
+from foldray.model import Batch, Memory, Transformer
 from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
 from foldray.runtime.op_graphs import Computed, ComputesByHand, OpGraphs, TokenBuffer
@@ -43,7 +43,7 @@ class _Bypass(NamedTuple):
 class _Aside(NamedTuple):
     """The data of a slice that do not travel with its keys and values; in backward, their gradients."""
 
-    q_BNSD: torch.Tensor
+    stayed: torch.Tensor
     residual_BsH: torch.Tensor
 
 
@@ -76,7 +76,7 @@ class MicroBatch:
         self._normed: dict[Part, torch.Tensor] = {}  # the input of a shared expert; in backward, its gradient
         self._tallies: dict[int, Tally] = {}  # by block: sum over the pieces so far
         self._balances: dict[int, Balance] = {}  # by block, after its last piece
-        self._memories: dict[int, KVCache] = defaultdict(KVCache)
+        self._memories: dict[int, Memory] = {}  # by block
 
     @property
     def training(self) -> bool:
@@ -130,20 +130,20 @@ class MicroBatch:
             x_BsH = self.model.enter(x_BsH, op.layer, place, *token_BL)
             return Computed([*block.project(x_BsH, place), x_BsH])
 
-        (q_BNSD, block_BGSW, x_BsH), _ = self.graphs.compute(op, project, x_BsH, beside=self._entering(op))
-        self._asides[_part(op)] = _Aside(q_BNSD, x_BsH)
-        self.flight[op._replace(kind=GATHER)] = Pending([], (block_BGSW,))  # until the gather op sends it
+        (stayed, shared, x_BsH), _ = self.graphs.compute(op, project, x_BsH, beside=self._entering(op))
+        self._asides[_part(op)] = _Aside(stayed, x_BsH)
+        self.flight[op._replace(kind=GATHER)] = Pending([], (shared,))  # until the gather op sends it
 
     def gather_forward(self, op: Op) -> None:
-        (block_BGSW,) = self.flight.pop(op).wait()
-        self.flight[op] = self.model.block(op.layer).attention.start_gather(block_BGSW)
+        (shared,) = self.flight.pop(op).wait()
+        self.flight[op] = self.model.block(op.layer).attention.start_gather(shared)
 
     def attention_forward(self, op: Op) -> None:
-        block, place, memory = self.model.block(op.layer), self._places[op.part], self._memories[op.layer]
+        block, place, memory = self.model.block(op.layer), self._places[op.part], self._memory(op)
         if self.graph.gathers:
             block.attention.store(self._arrived(op, GATHER), place, memory)
-            q_BNSD, residual_BsH = self._asides.pop(_part(op))
-            (y_BsH,), _ = self.graphs.compute(op, lambda q: Computed([block.attend_projected(q, place, memory)]), q_BNSD)
+            stayed, residual_BsH = self._asides.pop(_part(op))
+            (y_BsH,), _ = self.graphs.compute(op, lambda x: Computed([block.attend_projected(x, place, memory)]), stayed)
             z_BsH = residual_BsH + y_BsH
         else:
             x_BsH = self.inputs[op.layer].take(self._tokens(op))
@@ -276,12 +276,12 @@ class MicroBatch:
 
     def gather_backward(self, op: Op) -> None:
         attention = self.model.block(op.layer).attention
-        self.flight[op] = attention.start_scatter(self._places[op.part], self._memories[op.layer])
+        self.flight[op] = attention.start_scatter(self._places[op.part], self._memory(op))
 
     def project_backward(self, op: Op) -> None:
-        q_BNSD, residual_BsH = self._asides.pop(_part(op))
-        block_BGSW = self.model.block(op.layer).attention.summed(self._arrived(op, GATHER)).to(q_BNSD.dtype)
-        (gradient,) = self.graphs.differentiate(op, [q_BNSD, block_BGSW, residual_BsH])
+        stayed, residual_BsH = self._asides.pop(_part(op))
+        shared = self.model.block(op.layer).attention.summed(self._arrived(op, GATHER)).to(stayed.dtype)
+        (gradient,) = self.graphs.differentiate(op, [stayed, shared, residual_BsH])
         self.input_gradients[op.layer].put(self._tokens(op), gradient)
 
     def embed_backward(self, op: Op) -> None:
@@ -378,6 +378,12 @@ class MicroBatch:
         """Return what an op reads of the batch that takes the input of a block (`Transformer.enter`)."""
         return [self.batch.token_BL] if self.graph.blocks[op.layer].mtp else []
 
+    def _memory(self, op: Op) -> Memory:
+        """Return what attention of the op's block keeps of the slices so far."""
+        if op.layer not in self._memories:
+            self._memories[op.layer] = self.model.block(op.layer).attention.memory(forgets=not self.training)
+        return self._memories[op.layer]
+
     def _tokens(self, op: Op) -> range:
         return self.graph.tokens(op)
 
@@ -400,7 +406,7 @@ class MicroBatch:
         return tensor
 
     def _run_again(self, op: Op) -> None:
-        inputs = [self._asides.pop(_part(op)).q_BNSD] if op.kind == ATTENTION and self.graph.gathers else []
+        inputs = [self._asides.pop(_part(op)).stayed] if op.kind == ATTENTION and self.graph.gathers else []
         results, _ = self.graphs.compute_again(op, *inputs)
         if op.kind == PROJECT:  # the keys and values are still stored
             self._asides[_part(op)] = _Aside(results[0], results[2])

@@ -22,7 +22,7 @@ Weights = dict[str, Tensor]
 
 def is_hidden(name: str, weight: Tensor) -> bool:
     """Whether Muon updates a weight."""
-    return weight.dim() == 2 and not name.startswith(("embedding.", "positions.", "head."))
+    return weight.dim() == 2 and not name.startswith(("embedding.", "positions.", "head.")) and not name.endswith("_filter")
 
 
 def turned(weight: Tensor) -> Tensor:
@@ -145,14 +145,17 @@ class Plain:
         if f"{name}.weight" not in self.weights:  # the model has no norm there
             return x_LH
         weight_H = self.weights[f"{name}.weight"]
-        if self.model.norm == "rmsnorm":
-            return x_LH / torch.sqrt(x_LH.square().mean(-1, keepdim=True) + self.model.norm_eps) * weight_H
+        if self.model.norm != "layernorm":
+            factor_H = weight_H + 1 if self.model.norm == "zero_rmsnorm" else weight_H
+            return x_LH / torch.sqrt(x_LH.square().mean(-1, keepdim=True) + self.model.norm_eps) * factor_H
         centred_LH = x_LH - x_LH.mean(-1, keepdim=True)
         scale_L1 = torch.sqrt(centred_LH.square().mean(-1, keepdim=True) + self.model.norm_eps)
         return centred_LH / scale_L1 * weight_H + self.weights[f"{name}.bias"]
 
     def _attention(self, name: str, layer: int, x_LH: Tensor, segment_L: Tensor | None) -> Tensor:
         model, length = self.model, len(x_LH)
+        if model.windows[layer % len(model.windows)] == "linear":
+            return self._linear(name, x_LH, segment_L)
         group, outs = model.heads // model.kv_heads, []
         key_dim, value_dim = model.head_dim, model.value_dim or model.head_dim
         if model.latent_rank:
@@ -182,6 +185,40 @@ class Plain:
         y_LH = torch.cat(outs, dim=1) @ self.weights[f"{name}.attention.out"]
         return y_LH + self.weights[f"{name}.attention.out_bias"] if model.attention_bias == "all" else y_LH
 
+    def _linear(self, name: str, x_LH: Tensor, segment_L: Tensor | None) -> Tensor:
+        """Compute the gated delta rule token by token, head by head (arXiv:2412.06464, equation 10)."""
+        model, own = self.model, {part: self.weights[f"{name}.attention.{part}"] for part in (
+            "query", "key", "value", "gate", "write", "decay", "out", "query_filter", "key_filter", "value_filter", "decay_rate",
+            "time_step", "norm.output")}  # fmt: skip
+        heads = model.linear_heads or model.heads
+        group, width = heads // (model.linear_key_heads or heads), model.linear_key_dim or model.head_dim
+        value_dim, mixed = model.linear_value_dim or width, {}
+        for part in ("query", "key", "value"):
+            made_LN, filters = x_LH @ own[part], own[f"{part}_filter"]
+            rows = []
+            for i in range(len(x_LH)):
+                seen = range(max(self._start(i, segment_L), i + 1 - model.linear_taps), i + 1)
+                row = sum(made_LN[j] * filters[model.linear_taps - 1 - (i - j)] for j in seen)
+                rows.append(row * torch.sigmoid(row))
+            mixed[part] = torch.stack(rows)
+        outs = []
+        for head in range(heads):
+            shared, own_values = head // group, slice(head * value_dim, (head + 1) * value_dim)
+            state_DE, rows = torch.zeros(width, value_dim, dtype=torch.float64), []
+            for i in range(len(x_LH)):
+                q, k = (mixed[part][i, shared * width : (shared + 1) * width] for part in ("query", "key"))
+                q, k = (x / torch.sqrt((x * x).sum() + 1e-6) for x in (q, k))
+                step = torch.log1p(torch.exp(x_LH[i] @ own["decay"][:, head] + own["time_step"][head]))
+                keeps = torch.exp(-torch.exp(own["decay_rate"][head]) * step)
+                state_DE = state_DE * (keeps if self._start(i, segment_L) < i else 0.0)
+                writes = torch.sigmoid(x_LH[i] @ own["write"][:, head])
+                state_DE = state_DE + torch.outer(k, writes * (mixed["value"][i, own_values] - k @ state_DE))
+                read = self._unit(q @ state_DE / math.sqrt(width)) * own["norm.output"]
+                gate = x_LH[i] @ own["gate"][:, own_values]
+                rows.append(read * gate * torch.sigmoid(gate))
+            outs.append(torch.stack(rows))
+        return torch.cat(outs, dim=1) @ own["out"]
+
     def _headed(self, name: str, part: str, x_LH: Tensor) -> Tensor:
         """Return queries, keys or values of all heads, side by side, with their bias and norm."""
         y_LN = x_LH @ self.weights[f"{name}.attention.{part}"]
@@ -190,6 +227,7 @@ class Plain:
         if self.model.qk_norm == "none" or part == "value":
             return y_LN
         weight, width = self.weights[f"{name}.attention.norm.{part}"], self.model.head_dim
+        weight = weight + 1 if self.model.norm == "zero_rmsnorm" else weight
         pieces = y_LN.split(y_LN.shape[1] if self.model.qk_norm == "all" else width, dim=1)
         return torch.cat([self._unit(x) * weight for x in pieces], dim=1)
 

@@ -28,7 +28,8 @@ from foldray.fold import divisors
 from tests.gate import examples
 
 
-# Totals as the models' makers state them (Moonlight's without embedding and head). DeepSeek's is that of deepseek-moe-16b-base.
+# Totals as the models' makers state them (those of Moonlight and Qwen3-Next without embedding and head). DeepSeek's is that of
+# deepseek-moe-16b-base.
 @pytest.mark.parametrize(
     ("preset", "total"),
     [
@@ -54,6 +55,7 @@ from tests.gate import examples
         ("Hy3", 295e9),
         ("Trinity-Mini", 26.1e9),
         ("Granite-3.1-3B-A800M", 3.3e9),
+        ("Qwen3-Next-80B-A3B", 79e9 + 2 * 151936 * 2048),
     ],
 )
 def test_parameter_totals(preset, total):
@@ -89,6 +91,7 @@ PUBLISHED = {
     "Solar-Open-100B": (48, 48, 4096, 64, 8, 128, None, 1280, 128, 8, 1280, 196608, True),
     "Trinity-Mini": (32, 30, 2048, 32, 4, 128, 6144, 1024, 128, 8, 1024, 200192, True),
     "Granite-3.1-3B-A800M": (32, 32, 1536, 24, 8, 64, None, 512, 40, 8, 0, 49155, True),
+    "Qwen3-Next-80B-A3B": (48, 48, 2048, 16, 2, 256, None, 512, 512, 10, 512, 151936, True),
     "Hy3": (80, 79, 4096, 64, 8, 128, 13312, 1536, 192, 8, 1536, 120832, True),
 }
 

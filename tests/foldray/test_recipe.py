@@ -173,7 +173,7 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     ("moe.backend=cuda", "moe.backend=cuda", "legal: torch, tutel, deepspeed"),
     ("data.source=web", "data.source", "legal: stdlib, text, jsonl, parquet"),
     ("cluster.placement=pack", "cluster.placement", "legal: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
-    ("model.norm=batchnorm", "model.norm", "legal: rmsnorm, layernorm"),
+    ("model.norm=batchnorm", "model.norm", "legal: rmsnorm, zero_rmsnorm, layernorm"),
     # the model
     ("model.preset=tiney", "model.preset=tiney", "is not a known model; did you mean 'tiny'?; legal: tiny, tiny-gpt"),
     ("model.kv_heads=3", "model.kv_heads", "must divide heads=4; legal: 1, 2, 4"),

@@ -6,24 +6,30 @@ from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import UserError
 from foldray.tables import find_row
 from trainers.hugging_face.family import Family, value_at
-from trainers.hugging_face.names import Tensor, columns_together
+from trainers.hugging_face.names import Tensor, columns_together, mlp
 from trainers.hugging_face.with_latent import WITH_LATENT
 from trainers.hugging_face.with_sigmoid import WITH_SIGMOID
 from trainers.hugging_face.with_softmax import WITH_SOFTMAX
 
 FAMILIES: tuple[Family, ...] = (*WITH_SOFTMAX, *WITH_SIGMOID, *WITH_LATENT)
 _QWEN3 = next(family for family in FAMILIES if family.model_type == "qwen3_moe")
+_QWEN35 = next(family for family in FAMILIES if family.model_type == "qwen3_5_moe_text")._replace(
+    model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration", inside=("text_config",),
+    called={"model.": "model.language_model."}, ahead=("model.visual.", "mtp."), leaves="qwen3_5_moe_text",
+)  # fmt: skip
 WITHIN: tuple[Family, ...] = (
     _QWEN3._replace(
         model_type="qwen3_vl_moe", architecture="Qwen3VLMoeForConditionalGeneration", block=columns_together,
-        inside=("text_config",), called={"model.": "model.language_model."}, ahead=("model.visual.",),
+        inside=("text_config",), called={"model.": "model.language_model."}, ahead=("model.visual.",), leaves="qwen3_moe",
         model_more=lambda config: _QWEN3.model_more(config | {"norm_topk_prob": True}),
     ),
     _QWEN3._replace(
         model_type="qwen3_omni_moe", architecture="Qwen3OmniMoeForConditionalGeneration",
         inside=("thinker_config", "text_config"), called={"model.": "thinker.model.", "lm_head.": "thinker.lm_head."},
-        ahead=("thinker.audio_tower.", "thinker.visual.", "talker.", "code2wav."),
+        ahead=("thinker.audio_tower.", "thinker.visual.", "talker.", "code2wav."), leaves="qwen3_moe",
     ),
+    _QWEN35._replace(block=mlp("shared_expert", stack=True), holds=".mlp.experts.gate_up_proj"),  # as released
+    _QWEN35,  # as transformers writes it
 )  # fmt: skip
 """Families whose text models are read. They leave as one of the families above."""
 

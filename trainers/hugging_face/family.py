@@ -33,7 +33,10 @@ class Family(NamedTuple):
         ahead: how names of tensors begin of parts that foldray does not have, such as further tokens in another way, or images.
         called: parts of names that the family calls otherwise, by what `names.py` calls them.
         inside: keys of `config.json` that lead to the part of a model for several media that foldray has: its text model. Such a
-            folder is read, and its text model leaves as one of the family that has no other media.
+            folder is read, and its text model leaves as one of the family that has no other media (`leaves`).
+        attention, linear: the tensors of a block's attention, and of its linear attention; None if there is none.
+        holds: how the name of a tensor ends that tells folders from those of another family with this name; empty is any folder.
+        leaves: with `inside`, the `model_type` of the family as which text models leave.
     """
 
     model_type: str
@@ -50,6 +53,10 @@ class Family(NamedTuple):
     ahead: tuple[str, ...] = ()
     called: Mapping[str, str] = {}
     inside: tuple[str, ...] = ()
+    attention: Callable[[ModelSpec, str, str], Iterator[Tensor]] = attention
+    linear: Callable[[ModelSpec, str, str], Iterator[Tensor]] | None = None
+    holds: str = ""
+    leaves: str = ""
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
@@ -114,7 +121,10 @@ class Family(NamedTuple):
                 yield from further(theirs, f"{ours}.mtp")
             for norm, name in NORMS[model.norms].items():
                 yield Tensor(f"{theirs}.{name}.weight", f"{ours}.{norm}.weight")
-            yield from attention(model, f"{theirs}.self_attn", f"{ours}.attention")
+            if self.linear and model.block(layer).attention.linear:
+                yield from self.linear(model, f"{theirs}.linear_attn", f"{ours}.attention")
+            else:
+                yield from self.attention(model, f"{theirs}.self_attn", f"{ours}.attention")
             yield from self.block(model, layer)
         yield Tensor("model.norm.weight", "final_norm.weight")
         if not model.tied_embeddings:
@@ -329,6 +339,36 @@ def one_sliding_width(model: ModelSpec) -> Need:
     return "windows", holds, ["full", "sliding:TOKENS of one width"]
 
 
+def full_or_linear(model: ModelSpec) -> Need:
+    """Return the need of families whose blocks see everything or have linear attention."""
+    return "windows", set(model.windows) <= {"full", "linear"} and "linear" in model.windows, ["full", "linear"]
+
+
+def linear_types(model: ModelSpec) -> Values:
+    """Return the keys of `config.json` for blocks that see everything or have linear attention."""
+    spec = model.linear
+    assert spec
+    return {
+        "layer_types": [f"{window}_attention" for window in windows_of(model)], "linear_num_value_heads": spec.heads,
+        "linear_num_key_heads": spec.kv_heads, "linear_key_head_dim": spec.key_dim, "linear_value_head_dim": spec.value_dim,
+        "linear_conv_kernel_dim": model.linear_taps,
+    }  # fmt: skip
+
+
+def linear_windows(config: Values) -> Values:
+    """Return the keys of `model` for blocks that see everything or have linear attention."""
+    types = config["layer_types"]
+    if "linear_attention" not in types or set(types) - {"full_attention", "linear_attention"}:
+        raise ValueError(f"says layer_types={sorted(set(types))}, and foldray reads full_attention with linear_attention only")
+    windows = [kind.removesuffix("_attention") for kind in types]
+    every = next(n for n in range(1, len(windows) + 1) if windows == [windows[layer % n] for layer in range(len(windows))])
+    return {
+        "windows": windows[:every], "linear_heads": config["linear_num_value_heads"],
+        "linear_key_heads": config["linear_num_key_heads"], "linear_key_dim": config["linear_key_head_dim"],
+        "linear_value_dim": config["linear_value_head_dim"], "linear_taps": config["linear_conv_kernel_dim"],
+    }  # fmt: skip
+
+
 def full_without_positions(model: ModelSpec) -> Need:
     """Return the need of families whose blocks without a window know no positions."""
     return "full_positions", model.full_positions == "none" or "full" not in model.windows, ["none"]
@@ -394,10 +434,17 @@ def computed(model: ModelSpec) -> Values:
         "full_positions": model.full_positions if "full" in windows_of(model) else "rope",
         "attention_scale": model.attention_scale or model.head_dim**-0.5,
         "latent_norm_eps": model.latent_norm_eps or model.norm_eps, "value_dim": model.value_dim or model.head_dim,
-        "rope_dim": model.rope_dim or model.head_dim,
+        "rope_dim": model.rope_dim or model.head_dim, **_linear_sizes(model),
         "windows": windows_of(model), "dense_first": dense_layers(model), "router.normalize": weighs_to_one(model),
         "router.selection_bias": model.router.score == "sigmoid" or model.router.selection_bias,
     }  # fmt: skip
+
+
+def _linear_sizes(model: ModelSpec) -> Values:
+    if (spec := model.linear) is None:
+        return {"linear_taps": None}
+    keys = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim")
+    return dict(zip(keys, spec[:4], strict=True))
 
 
 def weighs_to_one(model: ModelSpec) -> bool:

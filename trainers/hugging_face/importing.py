@@ -117,7 +117,7 @@ def _check_tokenizer(name: str, named: bool) -> None:
 
 def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: int, origin: str) -> str:
     is_own = recipe.data.tokenizer == str(weights.folder)
-    rest = "take other media than text" if weights.within else "predict further tokens"
+    rest = "take other media than text or predict further tokens" if weights.within else "predict further tokens"
     further = [f"  left out    {left_out} tensors of parts that {rest}"] if left_out else []
     if depth := recipe.model.mtp_depth:
         further.append(f"  mtp_depth   {depth}: training predicts further tokens, as the folder's model does; 0 leaves this out")

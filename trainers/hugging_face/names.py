@@ -24,6 +24,7 @@ class Tensor(NamedTuple):
         axes: number of axes of size 1 before those of the parameter.
         place: where the parameter is in the tensor, if the tensor has several; empty if it is all of it.
         shape: shape of the tensor, if it has several parameters.
+        heads: shape of the tensor with its rows by head, if the parameter has some rows of every head. Then `place` is in this.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Tensor(NamedTuple):
     axes: int = 0
     place: tuple[int | slice, ...] = ()
     shape: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
 
     def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the tensor for a parameter of this shape."""
@@ -44,7 +46,7 @@ class Tensor(NamedTuple):
         The tensor may also be one in files that can be sliced like it (`trainers.hugging_face.quantized`).
         """
         if self.place:
-            whole = tensor[self.place]
+            whole = tensor[...].reshape(self.heads)[self.place].flatten(0, -2) if self.heads else tensor[self.place]
             whole = whole.T if self.turned else whole
             return whole[box] if box else whole
         part = tensor[(*[0] * self.axes, *(box[::-1] if self.turned else box or (...,)))]
@@ -52,7 +54,12 @@ class Tensor(NamedTuple):
 
     def put(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         """Write the parameter into the tensor."""
-        tensor[self.place or (0,) * self.axes or ...] = parameter.T if self.turned else parameter
+        given = parameter.T if self.turned else parameter
+        if self.heads:
+            part = tensor.view(self.heads)[self.place]
+            part.copy_(given.reshape(part.shape))
+        else:
+            tensor[self.place or (0,) * self.axes or ...] = given
 
 
 SCORE_BIAS = Tensor("gate.e_score_correction_bias", "")
@@ -89,6 +96,66 @@ def attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
         yield Tensor(f"{theirs}.gate_proj.weight", f"{ours}.gate", True)
     if model.attention_sinks:
         yield Tensor(f"{theirs}.sinks", f"{ours}.sinks")
+
+
+def gated_attention(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    """Yield the tensors of a block's attention where the rows of a head's gate follow those of its query."""
+    width, columns = model.head_dim, model.hidden
+    shape, heads = (2 * model.heads * width, columns), (model.heads, 2 * width, columns)
+    for tensor in attention(model, theirs, ours):
+        rows = {f"{ours}.query": slice(0, width), f"{ours}.gate": slice(width, None)}.get(tensor.ours)
+        if rows is None:
+            yield tensor
+        else:
+            place = (slice(None), rows)
+            yield Tensor(f"{theirs}.q_proj.weight", tensor.ours, True, place=place, shape=shape, heads=heads)
+
+
+def _delta_rule(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    """Yield what all linear attention calls alike, but the product in front."""
+    assert model.linear
+    first, widths = 0, model.linear.mixed
+    for part, width in widths.items():
+        place, shape = (slice(first, first + width), 0), (sum(widths.values()), 1, model.linear_taps)
+        yield Tensor(f"{theirs}.conv1d.weight", f"{ours}.{part}_filter", True, place=place, shape=shape)
+        first += width
+    yield Tensor(f"{theirs}.A_log", f"{ours}.decay_rate")
+    yield Tensor(f"{theirs}.dt_bias", f"{ours}.time_step")
+    yield Tensor(f"{theirs}.norm.weight", f"{ours}.norm.output")
+    yield Tensor(f"{theirs}.out_proj.weight", f"{ours}.out", True)
+
+
+def by_key_head(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    """Yield the tensors of a block's linear attention as Qwen3-Next has them: rows of all parts in turns, by head of keys."""
+    spec = model.linear
+    assert spec
+    keys, group = spec.kv_heads, spec.heads // spec.kv_heads
+    values = group * spec.value_dim
+    for name, widths in (
+        ("in_proj_qkvz", {"query": spec.key_dim, "key": spec.key_dim, "value": values, "gate": values}),
+        ("in_proj_ba", {"write": group, "decay": group}),
+    ):
+        first, together = 0, sum(widths.values())
+        for part, width in widths.items():
+            place, heads = (slice(None), slice(first, first + width)), (keys, together, model.hidden)
+            shape = (keys * together, model.hidden)
+            yield Tensor(f"{theirs}.{name}.weight", f"{ours}.{part}", True, place=place, shape=shape, heads=heads)
+            first += width
+    yield from _delta_rule(model, theirs, ours)
+
+
+def part_by_part(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    """Yield the tensors of a block's linear attention as Qwen3.5 has them: all heads' queries, then keys, then values."""
+    spec = model.linear
+    assert spec
+    first, shape = 0, (sum(spec.mixed.values()), model.hidden)
+    for part, width in spec.mixed.items():
+        place = (slice(first, first + width),)
+        yield Tensor(f"{theirs}.in_proj_qkv.weight", f"{ours}.{part}", True, place=place, shape=shape)
+        first += width
+    for letter, part in (("z", "gate"), ("b", "write"), ("a", "decay")):
+        yield Tensor(f"{theirs}.in_proj_{letter}.weight", f"{ours}.{part}", True)
+    yield from _delta_rule(model, theirs, ours)
 
 
 NORMS = {

@@ -138,11 +138,14 @@ class Weights:
     @property
     def _family(self) -> Family | None:
         kind = self._json(_CONFIG).get("model_type")
-        return next((family for family in self._families if kind in (family.model_type, *family.others)), None)
+        named = (family for family in self._families if kind in (family.model_type, *family.others))
+        return next((family for family in named if any(name.endswith(family.holds) for name in self.files or [""])), None)
 
     @property
     def _families(self) -> Sequence[Family]:
-        return (*FAMILIES, *WITHIN, *DENSE) if self.own is None else (self.own,)
+        if self.own is None:
+            return (*FAMILIES, *WITHIN, *DENSE)
+        return (self.own, *(family for family in WITHIN if family.leaves == self.own.model_type))
 
     def kept(self) -> dict[str, Any]:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.
@@ -244,8 +247,9 @@ class Weights:
         return UserError(self.field, str(self.folder), rule, legal)
 
     def named(self, model: ModelSpec) -> str | None:
-        """Return the name of the folder's family, if an export would take another one that has the model as well."""
-        family = self._owner(model)
+        """Return the name of the family as which the folder's model leaves, if an export would take another that has it, too."""
+        owner = self._owner(model)
+        family = named_family(owner.leaves or None) or owner
         return family.model_type if family in FAMILIES and family_of(model) is not family else None
 
     def _owner(self, model: ModelSpec) -> Family:

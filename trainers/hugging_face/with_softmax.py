@@ -17,8 +17,11 @@ from trainers.hugging_face.family import (
     blocks_of_types,
     dense_blocks,
     dense_layers,
+    full_or_linear,
     layer_types,
     layer_windows,
+    linear_types,
+    linear_windows,
     mlp_types,
     model_window,
     normalized,
@@ -30,7 +33,7 @@ from trainers.hugging_face.family import (
     turns_whole_heads,
     weighs_to_one,
 )
-from trainers.hugging_face.names import SCORE_BIAS, granite, mlp, sparse_moe, stacked
+from trainers.hugging_face.names import SCORE_BIAS, by_key_head, gated_attention, granite, mlp, part_by_part, sparse_moe, stacked
 
 # Mixtral: every block has experts, and the weights of a token's experts are the softmax of their logits.
 
@@ -94,6 +97,35 @@ def _qwen3_model(config: Values) -> Values:
         "attention_bias": "all" if config["attention_bias"] else "none", "qk_norm": "head",
         **model_window(config), **step_blocks(config), **before_topk(config),
     }  # fmt: skip
+
+
+# Qwen3-Next and Qwen3.5-MoE: linear attention in most blocks. The others have a norm of each head's queries and keys, and a gate.
+# Norms multiply by one plus their weight.
+
+
+def _next_needs(model: ModelSpec) -> Iterator[Need]:
+    yield full_or_linear(model)
+
+
+def _next_config(model: ModelSpec) -> Values:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense_layers(model), **linear_types(model), **normalized(model)}
+
+
+_NEXT: Values = {"qk_norm": "head", "norm": "zero_rmsnorm", "attention_gate": "element", "shared_gate": True}
+
+
+def _next_model(config: Values) -> Values:
+    return _NEXT | linear_windows(config) | step_blocks(config) | before_topk(config)
+
+
+def _next5_needs(model: ModelSpec) -> Iterator[Need]:
+    yield full_or_linear(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+
+
+def _next5_model(config: Values) -> Values:
+    sizes = {"ffn_hidden": config["moe_intermediate_size"]}  # which no block has
+    return _NEXT | sizes | linear_windows(config) | before_topk(config | {"norm_topk_prob": True})
 
 
 # OLMoE: a norm of all heads' queries, and one of all heads' keys.
@@ -245,6 +277,8 @@ _FACTORS: Values = SOFTMAX | NO_DENSE | {
     "logit_scale": None,
 }  # fmt: skip
 
+_ONLY_NEXT: Values = {key: [value] for key, value in _NEXT.items()}
+
 WITH_SOFTMAX = (
     Family(
         "mixtral", "MixtralForCausalLM",
@@ -261,6 +295,18 @@ WITH_SOFTMAX = (
         "qwen3_moe", "Qwen3MoeForCausalLM", BALANCED | TOPK | {"ffn_hidden": "intermediate_size"},
         {}, SOFTMAX | {"shared_hidden": [0], "qk_norm": ["head"], "attention_bias": ["none", "all"]}, mlp(),
         _qwen3_needs, _qwen3_config, _qwen3_model,
+    ),
+    Family(
+        "qwen3_next", "Qwen3NextForCausalLM",
+        BALANCED | TOPK | {"ffn_hidden": "intermediate_size", "shared_hidden": "shared_expert_intermediate_size"},
+        {"attention_bias": False}, SOFTMAX | _ONLY_NEXT, mlp("shared_expert"),
+        _next_needs, _next_config, _next_model, ahead=("mtp.",), attention=gated_attention, linear=by_key_head,
+    ),
+    Family(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
+        BALANCED | TOPK | {"shared_hidden": "shared_expert_intermediate_size"},
+        {"attention_bias": False}, SOFTMAX | NO_DENSE | _ONLY_NEXT, mlp("shared_expert"),
+        _next5_needs, linear_types, _next5_model, ahead=("mtp.",), attention=gated_attention, linear=part_by_part,
     ),
     Family(
         "olmoe", "OlmoeForCausalLM", BALANCED | TOPK | {"expert_hidden": "intermediate_size"},

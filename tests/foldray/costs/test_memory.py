@@ -18,7 +18,7 @@ from foldray.costs.apart import ApartWork, Sides
 from foldray.costs.candidate import Candidate, Content, Job, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import counts, load_hardware
-from foldray.costs.memory import Memory, block_activations, in_flight, ledger, parameters
+from foldray.costs.memory import Memory, block_activations, in_flight, ledger, parameters, slices_of
 from foldray.costs.rank import RankCosts
 from foldray.finding import find
 from foldray.fold import Fold
@@ -185,6 +185,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_scale": 0.2,
     },
     "further tokens, dense, layernorm": {"mtp_depth": 1, "moe_every": 2, "norm": "layernorm"},
+    "linear": {
+        "windows": ["linear", "full"],
+        "linear_key_heads": 4,
+        "linear_key_dim": 12,
+        "norm": "zero_rmsnorm",
+        "qk_norm": "head",
+    },
+    "linear, wide states": {"windows": ["linear"], "linear_heads": 1, "linear_key_dim": 256},
+    "all linear, further tokens": {"windows": ["linear"], "mtp_depth": 1, "moe_every": 2},
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }
 
@@ -208,7 +217,7 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
     job = Job(model.spec, length, sequences, dtype)
     rank = RankCosts(job, Fold(1), Device.of(job, EOS), sequences)
     blocks = map(model.spec.block, model.spec.all_layers)
-    sliced = ordering.slicing is not None and ordering.slicing.cuts_attention
+    sliced = 0 if ordering.slicing is None else slices_of(ordering.slicing)
     counted = sum(block_activations(rank, block, tuple(again), sliced) for block in blocks)
     assert counted == pytest.approx(real, rel=0.02)
 

@@ -161,7 +161,7 @@ def test_activations_of_slices(cp: int) -> None:
     ordering = named_ordering("one_a_one_m-even:4", LENGTH, SliceCost.of_model(model.hidden, model.heads))
     candidate = replace(candidate, ordering=ordering)
     head = next(each for each in run_step(candidate).ops if each.op.kind == HEAD)
-    counted = block_activations(_rank(candidate), candidate.job.blocks[0], sliced=True)
+    counted = block_activations(_rank(candidate), candidate.job.blocks[0], sliced=4)
     assert head.before - LENGTH // cp * model.hidden * 2 == pytest.approx(counted, rel=0.01)
 
 

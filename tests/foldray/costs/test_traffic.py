@@ -26,6 +26,7 @@ MODEL = ModelSpec(
     layers=2, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn_hidden=64, experts=8, topk=2, expert_hidden=64, vocab=64,
     shared_hidden=32,
 )  # fmt: skip
+LINEAR = {"windows": ("linear", "full"), "linear_key_heads": 4, "linear_key_dim": 16, "norm": "zero_rmsnorm"}
 JOB = Job(MODEL, 256, 16)
 FOLDS = [
     (Fold(8, tp=2, ep=4), 1),
@@ -42,8 +43,28 @@ FOLDS = [
 def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
     """The planner lets TP gather once more in backward than a step does."""
     job = replace(JOB, dispatch="rank") if fold.ep_inside > 1 else JOB
-    candidate = Candidate(job, fold, micro_batch=2, zero=zero)
-    counted: dict[str, int] = {}
+    _check(Candidate(job, fold, micro_batch=2, zero=zero))
+
+
+@pytest.mark.gate(1)
+@pytest.mark.parametrize("length", [256, 1024])
+@pytest.mark.parametrize("fold", [Fold(8, tp=2, cp=2, ep=8), Fold(8, cp=4, ep=2)], ids=str)
+def test_planned_bytes_of_states_are_counted_bytes(fold: Fold, length: int) -> None:
+    """Linear attention sends maps of states and the last tokens of chunks, whatever the length of sequences."""
+    _check(Candidate(Job(MODEL.model_copy(update=LINEAR), length, 16), fold, micro_batch=2, zero=1))
+
+
+def test_only_keys_and_values_grow_with_sequences() -> None:
+    sizes = []
+    for windows in (("linear",), ("full",)):
+        model = MODEL.model_copy(update=LINEAR | {"windows": windows})
+        sizes.append([sent(Candidate(Job(model, length, 16), Fold(8, cp=2, ep=2)))["cp"] for length in (256, 1024)])
+    assert sizes[0][1] == sizes[0][0]
+    assert sizes[1][1] == 4 * sizes[1][0]
+
+
+def _check(candidate: Candidate) -> None:
+    fold, counted = candidate.fold, dict[str, int]()
     for (name, _), count in run_step(candidate).sent.items():
         if name not in ("control", "counts", "sequence"):
             family = {"ep_across": "ep"}.get(TRAFFIC[name], TRAFFIC[name])

@@ -111,4 +111,4 @@ def test_what_is_no_window_is_refused(name: str, rule: str) -> None:
     with pytest.raises(UserError, match=rule) as caught:
         make_recipe(2, 2, model={"windows": [name]})
     assert caught.value.field.startswith("model.windows")
-    assert caught.value.legal == ["full", "sliding:TOKENS", "chunked:TOKENS", "module:NAME"]
+    assert caught.value.legal == ["full", "linear", "sliding:TOKENS", "chunked:TOKENS", "module:NAME"]

@@ -92,6 +92,12 @@ MISTRAL = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group
 TRINITY = {key: value for key, value in HY.items() if key not in ("router_scaling_factor", "first_k_dense_replace")} | SLIDING | {
     "num_hidden_layers": 3, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True,
 }  # fmt: skip
+LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "num_hidden_layers": 4, "head_dim": 12, "rope_parameters": PART,
+}  # fmt: skip
+NEXT = QWEN2 | LINEAR
+QWEN35 = {key: value for key, value in NEXT.items() if key not in ("intermediate_size", "mlp_only_layers", "norm_topk_prob")}
 FLEX = OLMOE | {"pad_token_id": None, "eos_token_id": None}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
@@ -100,7 +106,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("GptOss", GPT_OSS), ("Dots1", DOTS), ("HYV3", HY), ("SolarOpen", SOLAR), ("Glm4MoeLite", GLM_LITE),
     ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
     ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
-    ("Mistral4", MISTRAL), ("Afmoe", TRINITY), ("FlexOlmo", FLEX),
+    ("Mistral4", MISTRAL), ("Afmoe", TRINITY), ("FlexOlmo", FLEX), ("Qwen3Next", NEXT), ("Qwen3_5Moe", QWEN35),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -138,6 +144,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Mellum", MELLUM | {"rope_parameters": None, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3}),
     ("GraniteMoe", GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("GraniteMoeSWA", GRANITE_SWA | {"shared_intermediate_size": 0, "layer_rope_theta": [90.0, 500.0, 90.0]}),
+    ("Qwen3Next", NEXT | {
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"], "norm_topk_prob": False,
+        "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "mlp_only_layers": [], "tie_word_embeddings": True,
+    }),
+    ("Qwen3_5Moe", QWEN35 | {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1, "rms_norm_eps": 1e-3,
+    }),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
@@ -146,8 +159,8 @@ ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumera
 def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> Any:
     """Write an untrained model of transformers, and return it as transformers loads it."""
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    made = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    model = getattr(transformers, f"{family}ForCausalLM")
+    made = model(model.config_class(**sizes)).double().eval()
     for name, tensor in (*made.named_buffers(), *made.named_parameters()):
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()))  # this changes which experts are chosen

@@ -72,15 +72,18 @@ def test_logits_and_gradients(tmp_path: Path, family: str, sizes: dict[str, Any]
 @pytest.mark.gate(9)
 @pytest.mark.parametrize(("family", "sizes"), ALL)
 def test_logits_in_single_precision(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
-    """As a user has them: transformers' own code in float32, rotary tables and norms included."""
+    """As a user has them: transformers' own code in float32, rotary tables and norms included.
+
+    Linear attention rounds more, on both sides: here, transformers and foldray in float32 are 2e-5 from float64.
+    """
     saved(tmp_path / "hub", family, sizes).float().save_pretrained(tmp_path / "hub32")
     recipe = imported(tmp_path / "hub32", tmp_path / "recipe.yaml", precision="float32")
     engine, text_BL = filled(recipe, groups := Groups.create(recipe.placed_fold)), sample(3, 3, 14, 320)
     theirs = getattr(oracle.transformers, f"{family}ForCausalLM").from_pretrained(tmp_path / "hub32", dtype=torch.float32).eval()
     logits_BLV = engine.model.logits(text_BL)
     assert logits_BLV.dtype == torch.float32
-    expected = theirs(text_BL).logits
-    torch.testing.assert_close(logits_BLV, expected, atol=1e-5 * float(expected.abs().max()), rtol=0.0)
+    expected, close = theirs(text_BL).logits, 5e-5 if recipe.model.linear else 1e-5
+    torch.testing.assert_close(logits_BLV, expected, atol=close * float(expected.detach().abs().max()), rtol=0.0)
     groups.close()
 
 
