@@ -205,7 +205,7 @@ def test_schedules_are_compared_by_their_joules(
         found = ranks(2).run(compared, recipe, orderings, folder)[0]
         monkeypatch.setattr(bench, "on_workers", lambda *_, found=found, **__: found)
         for as_json in (False, True):
-            bench.bench(recipe, names, 1, as_json)
+            bench.bench(recipe, names, 1, as_json=as_json)
             shown.append(capsys.readouterr().out)
     table, document, without, nothing = shown
     assert [line.split()[-1] for line in table.splitlines() if line.startswith("schedule")] == ["joules"]
