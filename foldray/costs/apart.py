@@ -18,24 +18,20 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, Stage, count_by_cut, ranks_of_a_token, visits_of_a_token
-from foldray.costs.bounds import cut_of
-from foldray.costs.candidate import Candidate, Content, StageForm
-from foldray.costs.device import FLOAT32, INT64, Device
-from foldray.costs.memo import Memo
-from foldray.costs.memory import (
-    GIB,
-    Held,
-    Memory,
+from foldray.costs.activations import (
     block_activations,
     combined_rows,
     expert_activations,
     expert_operands,
-    kept_by_list,
     operands,
-    parameters,
     slices_of,
     summed_rows,
 )
+from foldray.costs.bounds import cut_of
+from foldray.costs.candidate import Candidate, Content, StageForm
+from foldray.costs.device import FLOAT32, INT64, Device
+from foldray.costs.memo import Memo
+from foldray.costs.memory import GIB, Held, Memory, kept_by_list, parameters
 from foldray.costs.rank import OpWork, RankCosts
 from foldray.costs.shares import Price, Work
 from foldray.costs.updates import WHOLE, elements, matrices, round_bytes, stage_updates

@@ -14,21 +14,21 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
+from foldray.blueprint import BlockSpec
+from foldray.costs.activations import block_activations, operands, slices_of
 from foldray.costs.bounds import ends_of
 from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Content, Pieces, PipelineLayout, Software
-from foldray.costs.device import FLOAT32, INT64
-from foldray.costs.rank import RankCosts, shared_by_fold, shared_by_ops
+from foldray.costs.device import FLOAT32
+from foldray.costs.rank import RankCosts, shared_by_fold
 from foldray.costs.updates import elements, moment
-from foldray.costs.working import after_backward, buffers, head_logits, in_chunks, networks, not_kept, passing_keys, unreduced
+from foldray.costs.working import after_backward, buffers, head_logits, in_chunks, networks, passing_keys, unreduced
 from foldray.finding import blocks_left
 from foldray.fold import Fold
-from foldray.graph import PipelineGraph, Slicing
-from foldray.kinds import ATTENTION, EXPERT, FFN, HEAD, SHARED
+from foldray.graph import PipelineGraph
+from foldray.kinds import HEAD
 from foldray.orders import passes
 
 GIB = 2**30
-_WEIGHTED_ROW = 16  # bytes for the weight and the place of a row that is summed
 
 
 class Memory(NamedTuple):
@@ -268,171 +268,3 @@ def blocks_in_flight(
         for block, count in layout.contents[layout.form_of[stage]].blocks:
             counts[block] += flying * count
     return list(counts.items())
-
-
-@shared_by_ops
-def block_activations(
-    rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), sliced: int = 0, imbalance: float = 1.0
-) -> float:
-    """Return the bytes that a block keeps from forward to backward, for one micro-batch or one of its parts.
-
-    These are the tensors that the autograd graphs of foldray's ops hold. The forward of the kinds of ops in `again` runs again.
-
-    Args:
-        sliced: number of slices; 0 if sequences are whole.
-    """
-    model, fold, b = rank.model, rank.fold, rank.device.bytes
-    n = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
-    total = 2 * n * model.hidden * b  # the input and the output of attention
-    total += _attention(rank, block.attention, n, ATTENTION in again, sliced) - not_kept(rank, block, n, again)
-    if block.mtp and ATTENTION not in again:  # a state, an embedding, both normed side by side, their product, numbers of tokens
-        total += 5 * n * model.hidden * b + n * fold.tp * INT64
-    if model.norms == "after":  # products take the residual stream itself, and not a norm of it
-        total -= ((ATTENTION not in again) + (not block.dense or FFN not in again)) * n * model.hidden * b
-    if block.after:  # what the norms behind attention and the network take
-        total += ((ATTENTION not in again) + (not block.dense or FFN not in again)) * n * model.hidden * b
-    if block.dense:
-        total += 0.0 if FFN in again else _feed_forward(rank, n, block.dense)
-    if not block.moe:
-        return total
-    if "moe" in rank.job.again:  # all that such a layer keeps is its token
-        return total + n * model.hidden * b
-    experts, topk = block.moe.experts, block.moe.topk
-    # The token; two float32 numbers of each expert; of each chosen one, its number and two float32 numbers.
-    total += n * (model.hidden * b + experts * 2 * FLOAT32 + topk * (INT64 + 2 * FLOAT32))
-    # The rows of each token. If weights travel, the token of each row and the places of the weights as well.
-    total += INT64 * n * (rank.travelling.room + (rank.travelling.room + topk) * bool(rank.travelling.beside))
-    if block.moe.shared and SHARED not in again:
-        # Without TP, the shared expert and the router have the same input tensor.
-        total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
-        total += n * model.hidden * b * block.moe.shared_gate  # its output
-    return total + expert_activations(rank, block, again, imbalance) + combined_rows(rank, block)
-
-
-def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
-    """Return those bytes of `block_activations` that the weighted sum of rows keeps: the rows, their weights and places.
-
-    A sum of rows whose weights have travelled keeps nothing.
-    """
-    assert block.moe
-    if rank.travelling.beside:
-        return 0.0
-    n = rank.job.seq_len / (rank.fold.cp * rank.fold.tp) * rank.sequences
-    return n * block.moe.topk * (rank.model.hidden * rank.device.bytes + _WEIGHTED_ROW)
-
-
-def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), imbalance: float = 1.0) -> float:
-    """Return those bytes of `block_activations` that belong to the experts: their rows, and what they compute."""
-    assert block.moe
-    fold, row, beside = rank.fold, rank.model.hidden * rank.device.bytes, rank.travelling.beside
-    tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * imbalance
-    rows, arrived = tokens * block.moe.topk * rank.overload, tokens * rank.travelling.arrived
-    if EXPERT in again:
-        return tokens * rank.travelling.fullest * (row + sum(beside))
-    # As the products take them: gathered, by expert.
-    computed = rows * (fold.etp * row + block.moe.expert.width * rank.device.bytes)
-    if rank.travelling.inside:  # places of rows that a node passes on, and of their weights
-        to_node = tokens * rank.travelling.fullest
-        computed += 2 * INT64 * arrived + INT64 * to_node * (block.moe.topk + min(block.moe.topk, fold.ep_inside))
-    return computed + (fold.etp * summed_rows(rank, block, rows, arrived) if beside else 0.0)
-
-
-def summed_rows(rank: RankCosts, block: BlockSpec, rows: float, arrived: float) -> float:
-    """Return the bytes that the experts' weighted sum keeps if the weights have travelled, without those that ETP gathers.
-
-    The gradients of weights need the results. Rows that have arrived have weights and numbers of experts. `rows` are the
-    experts' own.
-    """
-    assert block.moe
-    # The token of a row; for each choice its weight, the number of its expert, and whether this rank has the expert.
-    numbers = INT64 + block.moe.topk * (max(FLOAT32, rank.device.bytes) + INT64 + 1)
-    return rows * (rank.model.hidden * rank.device.bytes + _WEIGHTED_ROW) + arrived * numbers
-
-
-def operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:
-    """Return the bytes that the gradients of a block's weights are computed from: inputs of products, gradients of results.
-
-    If such gradients are ops of their own, these bytes stay until the next rows travel. This bound has all of a block.
-    """
-    fold, hidden, local = rank.fold, rank.model.hidden, block.attention.cut(rank.fold.tp)
-    wide = rank.job.seq_len / fold.cp * rank.sequences
-    made = sum(width + (inside or 0) for inside, width in local.inputs.values()) + sum(local.downs.values())
-    numbers = wide * (2 * hidden + made + local.outputs) + 3 * hidden * wide / fold.tp * block.mtp
-    for dense in (block.dense, block.moe and block.moe.shared):
-        numbers += wide * (2 * hidden + (dense.width + dense.inner) / fold.tp) if dense else 0.0
-    return numbers * rank.device.bytes + (expert_operands(rank, block, imbalance) if block.moe else 0.0)
-
-
-def expert_operands(rank: RankCosts, block: BlockSpec, imbalance: float = 1.0) -> float:
-    """Return those bytes of `operands` that belong to the experts."""
-    assert block.moe
-    fold, expert = rank.fold, block.moe.expert
-    tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
-    rows = tokens * block.moe.topk * fold.etp * imbalance * rank.overload
-    return rows * (2 * rank.model.hidden + (expert.width + expert.inner) / fold.etp) * rank.device.bytes
-
-
-def slices_of(slicing: Slicing) -> int:
-    """Return the number of slices; 0 if sequences are whole."""
-    return len(slicing.attention) if slicing.cuts_attention else 0
-
-
-def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: int) -> float:
-    """Return the bytes of attention's input, queries, keys, values and outputs.
-
-    With slices, a rank keeps the keys and values of all context-parallel ranks, even if attention runs again.
-    """
-    if spec.linear:
-        return _linear(rank, spec, n, again, sliced)
-    model, fold, b = rank.model, rank.fold, rank.device.bytes
-    tokens, queries, outputs = n * fold.tp, spec.queries / fold.tp, spec.outputs / fold.tp
-    keys_and_values = (spec.keys + spec.values) / fold.tp
-    memory = tokens * fold.cp * keys_and_values * b if sliced else 0.0
-    if again:
-        return memory
-    if spec.latent:
-        return memory + _latent(rank, spec, n, sliced)
-    # Sines and cosines of rope. All blocks and micro-batches share them, so this counts a little too much.
-    rotations = FLOAT32 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
-    # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
-    # values. A norm keeps this tensor, and makes other queries and keys.
-    normed = spec.norm != "none"
-    made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
-    if normed:
-        made += queries + (keys_and_values if sliced else spec.keys / fold.tp)
-    if spec.gates:  # what the heads put out before the gate, and its sigmoid
-        made += outputs + spec.gates / fold.tp
-    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations
-
-
-def _linear(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: int) -> float:
-    """Return what `_attention` keeps of linear attention: its input, the product of it, outputs, and what slices begin with.
-
-    With CP, it keeps the maps of all chunks of a slice, and the states between them.
-    """
-    fold, b, local = rank.fold, rank.device.bytes, spec.cut(rank.fold.tp)
-    wide, chunks = max(FLOAT32, b), 2 * fold.cp if fold.cp > 1 else 0
-    carried = rank.sequences * (local.state * wide + local.tail * b)
-    if again:
-        return carried * max(0, sliced - 1)
-    made = sum(width for _, width in local.inputs.values())
-    maps = chunks * local.heads * local.key_dim * (local.key_dim + 2 * local.value_dim) * wide + chunks * local.tail * b
-    return n * fold.tp * (rank.model.hidden + made + local.outputs) * b + max(1, sliced) * (carried + rank.sequences * maps)
-
-
-def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: int) -> float:
-    """Return what `_attention` keeps of latent attention, beyond the keys and values of slices."""
-    assert spec.latent
-    assert spec.rope
-    fold, hidden, b, latent = rank.fold, rank.model.hidden, rank.device.bytes, spec.latent
-    tokens, local = n * fold.tp, spec.cut(fold.tp)
-    narrow = n * sum(spec.downs.values()) + tokens * (latent.query_rank + latent.rank)  # before and after their norms
-    whole = tokens * hidden if fold.tp > 1 and not latent.query_rank else 0.0
-    made = local.queries + (0 if sliced else local.keys + local.values) + local.outputs
-    numbers = n * hidden + narrow + whole + tokens * made
-    return numbers * b + tokens * (local.heads + spec.rope.dim / rank.sequences) * FLOAT32
-
-
-def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
-    """Return the bytes of a feed-forward network's input and first product (both halves if it is gated)."""
-    return n * (rank.fold.tp * rank.model.hidden + spec.width) * rank.device.bytes

@@ -17,8 +17,9 @@ from foldray.clock import COMPUTE, Issue, LaneSeconds
 from foldray.costs.candidate import FAMILY, Candidate, Content, Job
 from foldray.costs.device import Device
 from foldray.costs.memo import Memo, Table, shared
+from foldray.costs.mixture_parts import MixtureParts
 from foldray.costs.network import Network
-from foldray.costs.parts import AttentionParts, MixtureParts
+from foldray.costs.parts import AttentionParts
 from foldray.costs.shares import Price, Work
 from foldray.fold import Fold
 from foldray.graph import Chunk, Op

@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from foldray.blueprint import ModelSpec, Ownership, grouping
 from foldray.clock import COMPUTE
 from foldray.comm import Groups
+from foldray.costs.activations import block_activations, slices_of
 from foldray.costs.apart import ApartWork, Sides
 from foldray.costs.candidate import Candidate, Content, Job, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import counts, load_hardware
-from foldray.costs.memory import Memory, block_activations, in_flight, ledger, parameters, slices_of
+from foldray.costs.memory import Memory, in_flight, ledger, parameters
 from foldray.costs.rank import RankCosts
 from foldray.finding import find
 from foldray.fold import Fold

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from foldray.blueprint import ModelSpec
+from foldray.costs.activations import block_activations
 from foldray.costs.candidate import FAMILY, Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import counts, load_hardware
-from foldray.costs.memory import Memory, block_activations, ledger
+from foldray.costs.memory import Memory, ledger
 from foldray.costs.network import Network, Travel
 from foldray.costs.rank import OpWork, RankCosts
 from foldray.costs.working import after_backward, buffers, networks, unreduced

@@ -12,9 +12,10 @@ import pytest
 
 from foldray.blueprint import step_flops
 from foldray.cli import main
+from foldray.costs.activations import block_activations
 from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Software
 from foldray.costs.device import Device
-from foldray.costs.memory import GIB, block_activations, ledger, parameters
+from foldray.costs.memory import GIB, ledger, parameters
 from foldray.costs.prediction import straggling
 from foldray.costs.rank import OpWork, RankCosts
 from foldray.costs.whole import whole_seconds

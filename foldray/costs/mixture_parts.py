@@ -1,0 +1,173 @@
+"""What the costs of the ops of MoE layers are made of (`parts.py`): routers, rows that travel, experts, sums.
+
+A row is a token at one of its experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from foldray.blueprint import BlockSpec, MixtureSpec, overload, visits_of_a_token
+from foldray.costs.candidate import Job
+from foldray.costs.parts import Parts
+from foldray.costs.shares import Work
+from foldray.fold import Fold
+from foldray.kinds import EXPERT, MERGE, ROUTE, SHARED
+
+_NUMBER = 4  # bytes of the number of an expert
+_GROUP, _SCALE = 128, 4  # numbers of a row in float8 that share a scale, and its bytes (`moe/exchange.py`)
+
+
+class MixtureParts(Parts):
+    """What `Parts` has, and MoE layers."""
+
+    @cached_property
+    def overload(self) -> float:
+        """Rows of the fullest rank over the mean, by the model's routing pattern. The costs are those of the fullest rank."""
+        return overload(self.model, self.fold.ep)
+
+    @cached_property
+    def travelling(self) -> Travelling:
+        """The rows of a token that travel."""
+        return travelling(self.job, self.fold, self.device.bytes)
+
+    def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, moe = self._rows(tokens), _mixture(block)
+        yield from self._normed(n, back)
+        yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
+        yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
+        yield self._launch(ROUTE, back)
+        if self.travelling.beside:
+            yield self._launch("once_route", back)
+        yield from self._written(n * self.travelling.room, out=not back)
+
+    def _shared(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        n, shared = self._rows(tokens), _mixture(block).shared
+        assert shared
+        yield from self._zero3(SHARED, block, back)
+        yield self._memory((2 if back else 1) * 3 * n * self._width)  # its output is added to the residual stream
+        yield from self._changed(tokens, back, self.model.residual_scale != 1)
+        yield from self._dense(n, shared, back)
+        yield self._launch(SHARED, back)
+
+    def _dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        # All ranks send alike, and the fullest one receives most, or sends most on the way back.
+        yield from self._exchanged(tokens, self.travelling.messages(not back, True, back))
+
+    def _combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._exchanged(tokens, self.travelling.messages(back, False, back))
+
+    def _exchanged(self, tokens: range, messages: list[float]) -> Iterator[Work]:
+        """Yield all-to-alls of messages with so many bytes for a row."""
+        for row_bytes in messages:
+            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * row_bytes))
+
+    def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        moe, fold, hidden = _mixture(block), self.fold, self.model.hidden
+        rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
+        arrived, beside = self._rows(tokens) * self.travelling.arrived * fold.etp, self.travelling.beside
+        inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
+        yield from self._zero3(EXPERT, block, back)
+        # ETP gathers rows before the experts and scatters results after them; in backward the reverse. The ranks of a node pass
+        # rows on in the same way. Numbers of experts have no gradients.
+        times, given = 2 if back else 1, beside[:1] if back else beside
+        for row_bytes in (self._width, self._width, *given):
+            yield self._travel("etp", self.network.gather("etp", arrived * row_bytes))
+        if self.travelling.inside:
+            passed = self._rows(tokens) * self.travelling.inside
+            for row_bytes in (self._width, self._width, sum(given)):
+                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * row_bytes))
+            yield self._permuted(times * 3 * passed * self._width)
+            yield self._launch("once_inside", back)
+        # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
+        if beside:
+            yield self._permuted(times * (3 * rows + arrived) * self._width)
+            yield self._launch("once_expert", back)
+        elif local > 1:
+            yield self._permuted(times * 4 * rows * self._width)
+        yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * self.device.bytes)
+        for inside, outside in ((hidden, width), (inner, hidden)):
+            yield from self._products("experts", rows, inside, outside, back, groups=local)
+        yield self._launch(EXPERT, back)
+        if moe.expert.bias:
+            yield self._launch("expert_bias", back)
+        for out in (True, False):
+            yield from self._written(self._rows(tokens) * self.travelling.fullest, out)
+
+    def _merge(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield self._memory((2 if back else 1) * (self.travelling.mean + 3) * self._rows(tokens) * self._width)
+        yield self._launch(MERGE, back)
+        assert block
+        yield from self._changed(tokens, back, block.after * (2 if block.moe and block.moe.shared else 1))
+        if self.travelling.beside:
+            yield self._launch("once_merge", back)
+        yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)
+
+    def _written(self, rows: float, out: bool) -> Iterator[Work]:
+        """Yield the work to write rows for the wire, or to read them. `out`: they are on their way to experts."""
+        if self.job.wire is None or (self.fold.ep_across == 1 and not self.fold.disjoint):
+            return
+        scaled = out and self.job.wire == "float8"
+        # The largest number of each group is found first, in a pass of its own.
+        written = self.travelling.out + self.travelling.scales if out else self.travelling.back
+        yield self._memory(rows * ((2 if scaled else 1) * self._width + written))
+        yield self._launch("scaled" if scaled else "narrow", back=False)
+
+
+def _mixture(block: BlockSpec | None) -> MixtureSpec:
+    assert block
+    assert block.moe
+    return block.moe
+
+
+class Travelling(NamedTuple):
+    """The rows of a token that travel to the experts, and back.
+
+    Args:
+        mean: number of rows that a token has.
+        fullest: rows of the fullest rank of an expert-parallel group, over the tokens of a rank.
+        room: rows that are made of a token, some of which may have nowhere to go.
+        beside: bytes of the tensors that travel beside a row: of its weights, and of the numbers of its experts. Empty if
+            weights do not travel.
+        out, back: bytes of a row on its way to the experts, and on its way back.
+        scales: bytes of the scales of a row on its way to the experts, beyond `out`.
+        inside: rows that ranks of a node pass on to the fullest one, over the tokens of a rank; 0 if tokens do not travel once
+            to each node.
+    """
+
+    mean: float
+    fullest: float
+    room: float
+    out: float
+    back: float
+    beside: tuple[int, ...] = ()
+    scales: float = 0.0
+    inside: float = 0.0
+
+    def messages(self, out: bool, weights: bool, back: bool) -> list[float]:
+        """Return the bytes for a row in each message: to the experts (`out`) or from them, with its weights or without.
+
+        A gradient (`back`) has no numbers of experts.
+        """
+        beside = sum(self.beside[: 1 if back else 2]) * weights + self.scales * out
+        return [self.out if out else self.back, *([beside] if beside else [])]
+
+    @property
+    def arrived(self) -> float:
+        """Rows that arrive at the fullest rank with their experts, over the tokens of a rank."""
+        return self.inside or self.fullest
+
+
+def travelling(job: Job, fold: Fold, itemsize: int) -> Travelling:
+    """Return the rows of a job's tokens. A number of an activation has `itemsize` bytes, and one of a weight at least four."""
+    topk, ep, places, hidden = job.model.topk, fold.ep, fold.ep_across, job.model.hidden
+    back = (itemsize if job.wire is None else 2) * hidden
+    out, scales = (hidden, _SCALE * math.ceil(hidden / _GROUP)) if job.wire == "float8" else (back, 0)
+    if job.dispatch == "assignment":
+        return Travelling(topk, topk * overload(job.model, ep), topk, out, back, scales=scales)
+    visits, beside = visits_of_a_token(job.model, places), (max(4, itemsize) * topk, _NUMBER * topk)
+    inside = ep * max(visits_of_a_token(job.model, ep)) if places < ep else 0.0
+    return Travelling(sum(visits), places * max(visits), min(topk, places), out, back, beside, scales, inside)
