@@ -21,6 +21,7 @@ from foldray.orders import Ordering, step_schedule
 
 _BLOCKS = 4  # simulated blocks of a stage; every further block takes as long as the one before
 _PASSES = 2  # simulated micro-batches, of which one may compute while another one's rows travel
+_MORE = 1.01  # slices are not all equally long
 MOST_TRIED = 6  # before ways to sum gradients
 LEAST_GAIN = 0.005  # of a step; what is expected to gain less is not tried
 LEAST_HOPE = 0.02  # the same while pieces count as fast as their share of tokens, which nothing can beat
@@ -39,6 +40,7 @@ class PieceTimes:
         self._slice_cost, self._ranks = slice_cost, ranks  # that share a sequence
         self._timings: dict[Key, list[tuple[float, float]]] = {}  # (work, seconds)
         self._lines: dict[Key, tuple[float, float]] = {}
+        self._most: dict[Key, float] = {}
 
     def learn(self, graph: StepGraph, costs: OpCosts) -> None:
         """Take the times of the ops of a step."""
@@ -47,6 +49,7 @@ class PieceTimes:
             op = ops[key]
             self._timings.setdefault(_key(graph, op), []).append((self._work(graph, op), seconds))
         self._lines = {key: fitted_line(timings) for key, timings in self._timings.items()}
+        self._most = {key: max(work for work, _ in timings) for key, timings in self._timings.items()}
 
     def cost(self, graph: StepGraph) -> Cost:
         """Return the costs of a graph's ops. Embedding and head count nothing, for other stages may have them."""
@@ -59,13 +62,26 @@ class PieceTimes:
         return cost
 
     def _seconds(self, graph: StepGraph, op: Op) -> float:
-        line = self._lines.get(_key(graph, op))
-        if line is None and op.kind in graph.later and op.direction in "BW":
-            # The products for the gradients of weights are as large as those for the gradients of inputs.
-            startup, per_unit = self._lines.get((op.kind, "B", False), (0.0, 0.0))
-            line = startup / 2, per_unit / 2
-        startup, per_unit = line or (0.0, 0.0)
-        return startup + per_unit * self._work(graph, op)
+        key, work = _key(graph, op), self._work(graph, op)
+        together = (op.kind, "B", False)
+        if key[2] and together in self._lines and work > _MORE * self._most.get(key, 0.0):
+            # Only shorter ones ran, which compute less well. Both ops have the products of the op that has run.
+            return self._share(key, work) * self._on_line(together, work)
+        return self._on_line(key, work)
+
+    def _share(self, key: Key, work: float) -> float:
+        """Return the share of one op in the time of a backward whose gradients of weights are an op of their own.
+
+        Until both have run, it is a half: the products for the gradients of weights are as large as those for the inputs'.
+        """
+        kind, direction, _ = key
+        ways = {way: self._on_line((kind, way, True), work) for way in "BW" if (kind, way, True) in self._lines}
+        total = sum(ways.values(), 0.0)
+        return ways[direction] / total if len(ways) == 2 and total else 1 / 2
+
+    def _on_line(self, key: Key, work: float) -> float:
+        startup, per_unit = self._lines.get(key, (0.0, 0.0))
+        return startup + per_unit * work
 
     def _work(self, graph: StepGraph, op: Op) -> float:
         tokens = graph.tokens(op)

@@ -147,3 +147,17 @@ def test_parts_of_a_micro_batch_take_their_share_of_the_times_of_whole_ones() ->
     for op in parts.ops():
         if op.kind not in (EMBED, HEAD):
             assert told(op)[0][1] == pytest.approx(true(op._replace(micro_batch=0))[0][1] / 2), op
+
+
+def test_gradients_of_weights_of_whole_sequences_are_not_judged_by_those_of_pieces() -> None:
+    """Pieces compute half as fast here. A list of whole sequences has products as large as those that ran."""
+    machine, times = Machine(0.2, 0.0), PieceTimes(SLICES)
+    whole, pieces = (graph_of(named_ordering(name, LENGTH, SLICES), 1) for name in ("sequential", "list:4"))
+    times.learn(whole, machine.costs(whole))
+    slow = machine.costs(pieces)
+    times.learn(pieces, slow._replace(seconds=tuple((key, 2 * seconds) for key, seconds in slow.seconds)))
+    graph = graph_of(named_ordering("list", LENGTH, SLICES), 1)
+    told = times.cost(graph)
+    backward = Op(EXPERT, "B", 0, 0, 0)
+    apart = sum(told(backward._replace(direction=direction))[0][1] for direction in "BW")
+    assert apart == pytest.approx(machine.cost(whole)(backward)[0][1])
