@@ -30,7 +30,7 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
 
     Nothing is cut if no rows travel, if the order decides which tokens experts drop, or if experts have workers of their own.
     With `auto` and gradients that are summed at the end of a step, every order comes again with each way to sum them before
-    (`with_reductions`).
+    (`_with_reductions`).
 
     Args:
         memory: bytes of a worker's device, if orders must fit there.
@@ -46,10 +46,10 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
                     ordering = ordering._replace(weight_gradients=own.weight_gradients)
                 if memory is None or _needed(recipe, ordering) <= _FITS * memory:
                     found[name] = ordering
-    return found if own.reduction.kind != "end" else {**found, **with_reductions(recipe, found)}
+    return found if own.reduction.kind != "end" else {**found, **_with_reductions(recipe, found)}
 
 
-def with_reductions(recipe: Recipe, found: Mapping[str, Ordering]) -> dict[str, Ordering]:
+def _with_reductions(recipe: Recipe, found: Mapping[str, Ordering]) -> dict[str, Ordering]:
     """Return the same orders, with gradients that are summed before the end of a step; none if nothing can be summed there."""
     fold = recipe.placed_fold
     if recipe.schedule.kind != AUTO.name or recipe.placement is not None or recipe.engine.kind != "torch":

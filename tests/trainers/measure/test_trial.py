@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from foldray.choosing import orders
 from foldray.recipe import Recipe
 from tests.pool import RankPools
 from trainers.measure import trial
@@ -29,27 +30,28 @@ def given(**schedule: Any) -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-def measured(rank: int) -> tuple[list[int], int, list[int], list[str]]:
+def measured(rank: int) -> tuple[list[str], int, list[int], list[str]]:
     """Return the orders that were tried, the number of searches, the chosen order of both engines, and their orders' names."""
     state: dict[str, Any] = {"rank": rank, "device": torch.device("cpu")}
-    tried, chosen, searches = list[int](), list[int](), list[bool]()
+    tried, chosen, searches = list[str](), list[int](), list[bool]()
+    second = list(orders(Recipe.parse(given()))).index("moe_only:4")
 
     class Search:
         """Tries two orders, and prefers the second one."""
 
         def __init__(self) -> None:
             searches.append(True)
-            self.left = [Knobs(0), Knobs(2)]
+            self.left = [Knobs(0), Knobs(second)]
 
         def ask(self) -> Knobs | None:
             return self.left.pop(0) if self.left else None
 
         def tell(self, knobs: Knobs, seconds: float) -> None:
-            tried.append(knobs.order)
+            tried.append("moe_only:4" if knobs.order == second else "sequential")
 
         @property
         def finalists(self) -> list[Knobs]:
-            return [Knobs(2)]
+            return [Knobs(second)]
 
     search = trial.online_search
 
@@ -81,6 +83,8 @@ def measured(rank: int) -> tuple[list[int], int, list[int], list[str]]:
 def test_an_open_order_is_measured_as_training_would_have_it(ranks: RankPools) -> None:
     first, other = ranks(2).run(measured)
     tried, searches, chosen, kinds = first
-    assert (tried, searches, chosen) == ([0, 2], 1, [1, 1, 1, 1]), "what was chosen is kept for an engine that is built again"
+    assert (tried, searches, chosen) == (["sequential", "moe_only:4"], 1, [1, 1, 1, 1]), (
+        "what was chosen is kept for an engine that is built again"
+    )
     assert other[1] == 0, "only the first rank searches"
     assert kinds == other[3] == ["moe_only:4", "sequential:1", "moe_only:4", "sequential:1"], "199 steps are not worth a search"
