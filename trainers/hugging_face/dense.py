@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import Family, Values, layer_windows, model_window, nothing, weighs_to_one
+from trainers.hugging_face.family import Family, Values
 from trainers.hugging_face.names import Tensor, network
+from trainers.hugging_face.rows import layer_windows, model_window, nothing, weighs_to_one
 
 
 def granularity(model: ModelSpec) -> int:

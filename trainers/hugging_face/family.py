@@ -144,14 +144,6 @@ class Family(NamedTuple):
             yield Tensor("lm_head.weight", "embedding.weight")
 
 
-# What many rows of the table have in common.
-TOPK = {"topk": "num_experts_per_tok", "experts": "num_experts", "expert_hidden": "moe_intermediate_size"}
-BALANCED = {"router.balance_loss": "router_aux_loss_coef"}
-SOFTMAX, SIGMOID = {"router.score": ["softmax"]}, {"router.score": ["sigmoid"]}
-NO_DENSE = {"dense_first": [0], "moe_every": [1]}
-BY_SCORES: Values = SIGMOID | {"router.selection_bias": [False, True], "router.scale": None}
-"""The router of DeepSeek-V3, without its groups of experts."""
-
 _KEYS = {
     "vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
@@ -194,11 +186,6 @@ def head_dim(config: Values) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def nothing(given: Any) -> Any:
-    """The further needs or keys of a family that has none."""
-    return {}
-
-
 def _moe_blocks(model: ModelSpec) -> int:
     return sum(map(model.is_moe, range(model.layers)))
 
@@ -222,11 +209,6 @@ def _heads_of_one_width(model: ModelSpec) -> Iterator[Need]:
     yield "rope_scaling", scaling is None or scaling.mscale_all_dim is None, ["null", "one without mscale_all_dim"]
 
 
-def turns_whole_heads(model: ModelSpec) -> Need:
-    """Return the need of families whose heads turn as a whole."""
-    return "rope_dim", model.rope_dim in (None, model.head_dim), ["null"]
-
-
 def rope_config(model: ModelSpec) -> Values:
     """Return the keys of `config.json` for rotary positions, of transformers 5 and before."""
     rope: Values = {"rope_type": "default", "rope_theta": model.rope_theta}
@@ -240,13 +222,6 @@ def rope_config(model: ModelSpec) -> Values:
         "rope_parameters": rope, "rope_theta": model.rope_theta, "rope_scaling": older if scaling else None,
         **{key: value for key, value in rope.items() if key == "partial_rotary_factor"},
     }  # fmt: skip
-
-
-def rope_by_type(model: ModelSpec) -> Values:
-    """Return the key of `config.json` for rotary positions, by the type of a block (`layer_types`)."""
-    full = rope_config(model)["rope_parameters"]
-    other = full if model.window_rope_theta is None else {"rope_type": "default", "rope_theta": model.window_rope_theta}
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": other}}
 
 
 def _rope_model(config: Values) -> Values:
@@ -280,176 +255,6 @@ def _drop_scale(scaling: Values | None) -> None:
         scaling["attention_factor"] = RopeScaling.model_validate(scaling).magnitude
         scaling.pop("mscale", None)
         del scaling["mscale_all_dim"]
-
-
-# Dense blocks, windows and routers.
-
-
-def dense_blocks(config: Values, is_moe: Callable[[int], bool]) -> Values:
-    """Return the keys of `model` that say which blocks are dense, or raise a ValueError."""
-    layers = config["num_hidden_layers"]
-    wanted = [is_moe(layer) for layer in range(layers)]
-    for every in range(1, layers + 1):
-        for first in range(layers + 1):
-            if wanted == [i >= first and (i - first + 1) % every == 0 for i in range(layers)]:
-                return {"dense_first": first, "moe_every": every}
-    raise ValueError("has dense blocks between those with experts, in an order that foldray does not have")
-
-
-def dense_layers(model: ModelSpec) -> list[int]:
-    return [layer for layer in range(model.layers) if not model.is_moe(layer)]
-
-
-def mlp_types(model: ModelSpec) -> Values:
-    """Return the key of `config.json` that says which blocks are dense."""
-    return {"mlp_layer_types": ["sparse" if model.is_moe(layer) else "dense" for layer in range(model.layers)]}
-
-
-def blocks_of_types(config: Values) -> Values:
-    """Return the keys of `model` that say which blocks are dense, from `mlp_layer_types`."""
-    return dense_blocks(config, lambda layer: config["mlp_layer_types"][layer] == "sparse")
-
-
-def step_blocks(config: Values) -> Values:
-    """Return the keys of `model` that say which blocks are dense, from a step and a list of dense blocks."""
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
-    return dense_blocks(config, lambda layer: layer not in dense and (layer + 1) % step == 0)
-
-
-def windows_of(model: ModelSpec) -> list[str]:
-    """Return the window of every block."""
-    return [model.block(layer).attention.window for layer in range(model.layers)]
-
-
-def sees_everything(model: ModelSpec) -> Need:
-    """Return the need of families whose blocks see everything."""
-    return "windows", set(model.windows) == {"full"}, ["full"]
-
-
-def one_window(model: ModelSpec) -> Need:
-    """Return the need of families whose blocks all see everything, or all slide with the same width."""
-    holds = len(set(model.windows)) == 1 and model.windows[0].split(":")[0] in ("full", "sliding")
-    return "windows", holds, ["full", "sliding:TOKENS"]
-
-
-def one_sliding_width(model: ModelSpec) -> Need:
-    """Return the need of families whose blocks see everything or slide, all with the same width."""
-    sliding = {window for window in model.windows if window != "full"}
-    holds = len(sliding) <= 1 and all(window.startswith("sliding:") for window in sliding)
-    return "windows", holds, ["full", "sliding:TOKENS of one width"]
-
-
-def full_or_linear(model: ModelSpec) -> Need:
-    """Return the need of families whose blocks see everything or have linear attention."""
-    return "windows", set(model.windows) <= {"full", "linear"} and "linear" in model.windows, ["full", "linear"]
-
-
-def linear_types(model: ModelSpec) -> Values:
-    """Return the keys of `config.json` for blocks that see everything or have linear attention."""
-    spec = model.linear
-    assert spec
-    return {
-        "layer_types": [f"{window}_attention" for window in windows_of(model)], "linear_num_value_heads": spec.heads,
-        "linear_num_key_heads": spec.kv_heads, "linear_key_head_dim": spec.key_dim, "linear_value_head_dim": spec.value_dim,
-        "linear_conv_kernel_dim": model.linear_taps,
-    }  # fmt: skip
-
-
-def linear_windows(config: Values) -> Values:
-    """Return the keys of `model` for blocks that see everything or have linear attention."""
-    types = config["layer_types"]
-    if "linear_attention" not in types or set(types) - {"full_attention", "linear_attention"}:
-        raise ValueError(f"says layer_types={sorted(set(types))}, and foldray reads full_attention with linear_attention only")
-    windows = [kind.removesuffix("_attention") for kind in types]
-    every = next(n for n in range(1, len(windows) + 1) if windows == [windows[layer % n] for layer in range(len(windows))])
-    return {
-        "windows": windows[:every], "linear_heads": config["linear_num_value_heads"],
-        "linear_key_heads": config["linear_num_key_heads"], "linear_key_dim": config["linear_key_head_dim"],
-        "linear_value_dim": config["linear_value_head_dim"], "linear_taps": config["linear_conv_kernel_dim"],
-    }  # fmt: skip
-
-
-def full_without_positions(model: ModelSpec) -> Need:
-    """Return the need of families whose blocks without a window know no positions."""
-    return "full_positions", model.full_positions == "none" or "full" not in model.windows, ["none"]
-
-
-def layer_types(model: ModelSpec) -> Values:
-    """Return the keys of `config.json` for blocks that see everything or slide."""
-    windows = windows_of(model)
-    sliding = [int(window.split(":")[1]) for window in windows if window != "full"]
-    types = ["full_attention" if window == "full" else "sliding_attention" for window in windows]
-    return {"layer_types": types, **({"sliding_window": sliding[0]} if sliding else {})}
-
-
-def layer_windows(config: Values) -> Values:
-    """Return the key of `model` for the blocks' windows."""
-    types = config["layer_types"]
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"says layer_types={sorted(unknown)}, and foldray reads full_attention and sliding_attention only")
-    windows = ["full" if kind == "full_attention" else f"sliding:{config['sliding_window']}" for kind in types]
-    return {"windows": windows[:1] if len(set(windows)) == 1 else windows}
-
-
-def model_window(config: Values) -> Values:
-    """Return the key of `model` for the window that all blocks have."""
-    window = config.get("sliding_window")
-    return {"windows": [f"sliding:{window}" if window else "full"]}
-
-
-def shares_experts(model: ModelSpec) -> Need:
-    """Return the need of families whose shared expert is as wide as several experts."""
-    several = model.shared_hidden > 0 and model.shared_hidden % model.expert_hidden == 0
-    return "shared_hidden", several, [f"a multiple of expert_hidden={model.expert_hidden}"]
-
-
-def shared_experts(config: Values, key: str = "n_shared_experts") -> Values:
-    """Return the key of `model` for a shared expert that is as wide as several experts."""
-    return {"shared_hidden": (config[key] or 0) * config["moe_intermediate_size"]}
-
-
-def expert_groups(model: ModelSpec) -> Values:
-    """Return the keys of `config.json` for groups of experts."""
-    return {"n_group": model.router.groups, "topk_group": model.router.topk_groups}
-
-
-def normalized(model: ModelSpec) -> Values:
-    """Return the key of `config.json` that says whether the weights of a token's experts sum to 1."""
-    return {"norm_topk_prob": weighs_to_one(model)}
-
-
-def before_topk(config: Values) -> Values:
-    """Return the router of families whose softmax runs over all experts."""
-    return {"router.softmax": "before_topk", "router.normalize": config["norm_topk_prob"]}
-
-
-def computed(model: ModelSpec) -> Values:
-    """Return what a model computes by keys of `model`, the same for all ways to write it in a recipe."""
-    unused = {"preset", "init_std", "router", "moe_every", "max_positions", "mtp_depth", "mtp_weight"}
-    if not dense_layers(model):
-        unused.add("ffn_hidden")
-    return model.model_dump(exclude=unused) | {
-        "router.score": model.router.score, "router.scale": model.router.scale, "router.groups": model.router.groups,
-        "router.topk_groups": model.router.topk_groups,
-        "full_positions": model.full_positions if "full" in windows_of(model) else "rope",
-        "attention_scale": model.attention_scale or model.head_dim**-0.5,
-        "latent_norm_eps": model.latent_norm_eps or model.norm_eps, "value_dim": model.value_dim or model.head_dim,
-        "rope_dim": model.rope_dim or model.head_dim, **_linear_sizes(model),
-        "windows": windows_of(model), "dense_first": dense_layers(model), "router.normalize": weighs_to_one(model),
-        "router.selection_bias": model.router.score == "sigmoid" or model.router.selection_bias,
-    }  # fmt: skip
-
-
-def _linear_sizes(model: ModelSpec) -> Values:
-    if (spec := model.linear) is None:
-        return {"linear_taps": None}
-    keys = ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim")
-    return dict(zip(keys, spec[:4], strict=True))
-
-
-def weighs_to_one(model: ModelSpec) -> bool:
-    """Whether the weights of a token's experts sum to 1: the softmax of the chosen logits is that of all of them, rescaled."""
-    return model.router.normalize or (model.router.score == "softmax" and model.router.softmax == "after_topk")
 
 
 def _nested(values: Values) -> Values:

@@ -21,9 +21,10 @@ from foldray.errors import MissingPackage, UserError
 from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
 from trainers.hugging_face.families import FAMILIES, WITHIN, family_of, named_family, tensors_of
-from trainers.hugging_face.family import Family, computed
+from trainers.hugging_face.family import Family
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
+from trainers.hugging_face.rows import computed
 
 if TYPE_CHECKING:
     from foldray.recipe import Recipe

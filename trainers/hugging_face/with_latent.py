@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import (
+from trainers.hugging_face.family import Family, Need, Values, rope_config
+from trainers.hugging_face.names import SCORE_BIAS, mlp
+from trainers.hugging_face.rows import (
     BY_SCORES,
     SOFTMAX,
-    Family,
-    Need,
-    Values,
     before_topk,
     blocks_of_types,
     expert_groups,
     mlp_types,
     normalized,
-    rope_config,
     sees_everything,
     shared_experts,
     shares_experts,
     weighs_to_one,
 )
-from trainers.hugging_face.names import SCORE_BIAS, mlp
 
 # DeepSeek: latent attention, shared experts, and groups of experts. The norms of narrow vectors add a number of their own.
 

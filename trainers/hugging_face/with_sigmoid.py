@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import (
+from trainers.hugging_face.family import Family, Need, Values, rope_config
+from trainers.hugging_face.names import SCORE_BIAS, Tensor, mlp, sparse_moe
+from trainers.hugging_face.rows import (
     BALANCED,
     BY_SCORES,
     NO_DENSE,
     SIGMOID,
     TOPK,
-    Family,
-    Need,
-    Values,
     blocks_of_types,
     dense_layers,
     expert_groups,
@@ -22,14 +21,12 @@ from trainers.hugging_face.family import (
     layer_windows,
     mlp_types,
     one_sliding_width,
-    rope_config,
     sees_everything,
     shared_experts,
     shares_experts,
     step_blocks,
     turns_whole_heads,
 )
-from trainers.hugging_face.names import SCORE_BIAS, Tensor, mlp, sparse_moe
 
 # GLM-4.5: sigmoid scores with a bias, a shared expert, dense blocks at the start, and heads that may turn in part.
 

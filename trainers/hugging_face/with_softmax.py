@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import (
+from trainers.hugging_face.family import Family, Need, Values
+from trainers.hugging_face.names import SCORE_BIAS, by_key_head, gated_attention, granite, mlp, part_by_part, sparse_moe, stacked
+from trainers.hugging_face.rows import (
     BALANCED,
     NO_DENSE,
     SOFTMAX,
     TOPK,
-    Family,
-    Need,
-    Values,
     before_topk,
     blocks_of_types,
     dense_blocks,
@@ -33,7 +32,6 @@ from trainers.hugging_face.family import (
     turns_whole_heads,
     weighs_to_one,
 )
-from trainers.hugging_face.names import SCORE_BIAS, by_key_head, gated_attention, granite, mlp, part_by_part, sparse_moe, stacked
 
 # Mixtral: every block has experts, and the weights of a token's experts are the softmax of their logits.
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import (
-    Family,
-    Need,
-    Values,
-    layer_types,
-    layer_windows,
-    one_sliding_width,
-    turns_whole_heads,
-)
+from trainers.hugging_face.family import Family, Need, Values
 from trainers.hugging_face.names import Tensor, mlp
+from trainers.hugging_face.rows import layer_types, layer_windows, one_sliding_width, turns_whole_heads
 
 
 def _needs(model: ModelSpec) -> Iterator[Need]:

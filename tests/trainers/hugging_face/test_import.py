@@ -23,8 +23,8 @@ from foldray.runtime import Shard
 from tests.foldray.parity import engine_on, sample, weights
 from tests.trainers.hugging_face import hub
 from tests.trainers.hugging_face.oracle import GLM, MIXTRAL, filled, loaded, saved, widened
-from trainers.hugging_face.family import computed
 from trainers.hugging_face.quantized import Plain
+from trainers.hugging_face.rows import computed
 from trainers.hugging_face.tokens import write_tokenizer
 from trainers.hugging_face.weights import Weights
 from trainers.worker.engines import read_weights
