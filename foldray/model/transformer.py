@@ -6,10 +6,7 @@ whole sequence, H hidden, V rows of the vocabulary that this rank holds, E exper
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -17,13 +14,14 @@ import torch
 from torch import nn
 
 from foldray.blueprint import AttentionSpec, Layout, Maker, Ownership, ParameterSpec
-from foldray.blueprint.parameters import DecayInit, GradientClass
+from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.kernels.autograd import Later
 from foldray.kernels.transfer import to_device
 from foldray.model.attention import Attention, ContextMode, HeadAttention, LatentAttention, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
+from foldray.model.initial import initial_values, parameters_as
 from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward, scaled
 from foldray.model.linear import LinearAttention
 from foldray.model.parts import parts_below
@@ -110,18 +108,6 @@ def _attention_type(spec: AttentionSpec) -> type[Attention]:
 
 def _normed(norm: Norm | None, x_BsH: torch.Tensor) -> torch.Tensor:
     return x_BsH if norm is None else norm(x_BsH)
-
-
-@contextmanager
-def parameters_as(device: torch.device | str | None, dtype: torch.dtype) -> Iterator[None]:
-    """Make new parameters on a device and of a type, while the context is open. None is the CPU."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device or "cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Transformer(nn.Module):
@@ -422,25 +408,4 @@ class Transformer(nn.Module):
         for local, parameter in self.named_parameters():
             for name, index in self.global_parts[local]:
                 piece = self.pieces[name]
-                parameter[index].copy_(_drawn(piece.spec.shape, piece.spec.init, seed, name)[piece.box])
-
-
-def _drawn(shape: tuple[int, ...], init: float | DecayInit | None, seed: int, name: str) -> torch.Tensor:
-    if init is None or init == 0:
-        return torch.full(shape, 1.0 if init is None else 0.0)
-    # Every name has its own generator, so the weights depend neither on the rank that draws them nor on the order.
-    # The hash has 32 bits, because torch's generator uses only 32 bits of its seed.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    if isinstance(init, str):
-        return _decay_drawn(init, torch.rand(shape, generator=generator))
-    return torch.empty(shape).normal_(0.0, init, generator=generator)
-
-
-def _decay_drawn(init: DecayInit, share: torch.Tensor) -> torch.Tensor:
-    """Return initial values from random shares of 1, as in Mamba 2 (arXiv:2405.21060): rates from 1 to 16, even in themselves,
-    and time steps from 0.001 to 0.1, even in their logarithm. Parameters are the rate's logarithm, and what has softplus of this.
-    """
-    if init == "decay_rate":
-        return (1 + 15 * share).log()
-    step = torch.exp(math.log(0.001) + share * math.log(100))
-    return step + torch.log(-torch.expm1(-step))
+                parameter[index].copy_(initial_values(piece.spec.shape, piece.spec.init, seed, name)[piece.box])

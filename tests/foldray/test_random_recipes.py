@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foldray.blueprint import parameter_table
-from foldray.model.transformer import _drawn
+from foldray.model.initial import initial_values
 from foldray.recipe import Recipe
 from tests.foldray.parity import IGNORED, batches, train
 from tests.foldray.plain import Plain
@@ -27,7 +27,7 @@ _SMALL = 1e-3  # biases of keys that do not turn have a gradient of zero, and so
 def reference(case: Case, steps: int) -> dict[str, Any]:
     recipe, seed = case.recipe, case.recipe.training.seed
     rows = parameter_table(recipe.model)
-    drawn = {row.name: _drawn(row.shape, row.init, seed, row.name).double() for row in rows}
+    drawn = {row.name: initial_values(row.shape, row.init, seed, row.name).double() for row in rows}
     plain, losses, norms = Plain(recipe, drawn), [], []
     dp = recipe.placed_fold.dp
     for step in range(steps):

@@ -11,7 +11,7 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.kernels.attention import attend, attend_backward, merge
 from foldray.model import Batch, Transformer, all_losses
-from foldray.model.transformer import parameters_as
+from foldray.model.initial import parameters_as
 from foldray.moe import MoeBackend, MoELayer
 from foldray.moe.exchange import WIRES
 from foldray.recipe import OptimizerSpec, Recipe

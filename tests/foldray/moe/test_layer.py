@@ -11,7 +11,7 @@ import torch
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model.transformer import parameters_as
+from foldray.model.initial import parameters_as
 from foldray.moe import MoeBackend, MoELayer, TokenPiece
 from foldray.moe.router import TopKGate
 from tests.foldray.parity import MODEL, check_equal, make_recipe, one_process, train

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.model.transformer import parameters_as
+from foldray.model.initial import parameters_as
 from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, dispatch, run_layer
 from foldray.moe.exchange import GROUP, WIRES, write
 from tests.foldray.moe.test_layer import spec
