@@ -1,6 +1,7 @@
 """The model's input, and its losses.
 
-Legend: B sequences, L positions of a whole sequence, M MoE blocks, E experts, D further tokens (multi-token prediction).
+Legend: B sequences, L positions of a whole sequence, M MoE blocks, E experts, K experts per token, D further tokens (multi-token
+prediction).
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ class Batch(NamedTuple):
     Tokens and targets are int64. `IGNORED` is a target that does not count. Segments are the document number of each token: each
     document is as if it stood alone. Attention does not cross documents, and positions, windows and further tokens begin and end
     with them. None is one document.
+
+    Experts, whole numbers of any type, stand for the choice of the routers: such as those of a sampler in reinforcement learning.
+    The routers weigh them, and these weights have gradients. −1 leaves the choice to the router, for all of a token's assignments
+    in a block. None leaves all choices.
     """
 
     token_BL: torch.Tensor
     target_BL: torch.Tensor
     segment_BL: torch.Tensor | None = None
+    expert_MBLK: torch.Tensor | None = None
 
     def counted(self, depth: int = 0) -> torch.Tensor:
         """Return how many targets count for the token `depth` tokens after the next one, int64 scalar."""
@@ -61,8 +67,16 @@ class Batch(NamedTuple):
         size, rest = divmod(len(self.token_BL), parts)
         starts = [part * size + min(part, rest) for part in range(parts + 1)]
         ranges = [slice(*pair) for pair in pairwise(starts)]
-        documents = self.segment_BL
-        return [Batch(self.token_BL[at], self.target_BL[at], None if documents is None else documents[at]) for at in ranges]
+        documents, experts = self.segment_BL, self.expert_MBLK
+        return [
+            Batch(
+                self.token_BL[at],
+                self.target_BL[at],
+                None if documents is None else documents[at],
+                None if experts is None else experts[:, at],
+            )
+            for at in ranges
+        ]
 
 
 def document_starts(segment_BL: torch.Tensor) -> torch.Tensor:
@@ -81,6 +95,7 @@ class Losses(NamedTuple):
         tokens, sequences: number of tokens that count, and of sequences, int64 scalars.
         count_ME: number of assignments per MoE block and expert, before dropping, int64.
         dropped: number of dropped assignments, int64 scalar.
+        replaced: number of assignments of the batch (`Batch.expert_MBLK`) that routers would not have chosen, int64 scalar.
         further_D: cross-entropy of each further token, summed over those that count, float64.
         further_tokens_D: number of further tokens that count, int64.
     """
@@ -92,6 +107,7 @@ class Losses(NamedTuple):
     sequences: torch.Tensor
     count_ME: torch.Tensor
     dropped: torch.Tensor
+    replaced: torch.Tensor
     further_D: torch.Tensor
     further_tokens_D: torch.Tensor
 

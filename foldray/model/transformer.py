@@ -64,15 +64,17 @@ class Block(nn.Module):
             else:
                 self.moe = MoELayer(ownership, layer, groups, backend, shared, later)
 
-    def forward(self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None) -> tuple[torch.Tensor, Balance | None]:
+    def forward(
+        self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None, expert_TK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Balance | None]:
         """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
 
-        Every schedule must give the same result.
+        Every schedule must give the same result. `expert_TK` is that of `TokenPiece`.
         """
         x_BsH = self.attend(x_BsH, place, memory)
         if not self.is_moe:
             return self.feed(x_BsH), None
-        y_BsH, balance = self.moe(_normed(self.ffn_norm, x_BsH))
+        y_BsH, balance = self.moe(_normed(self.ffn_norm, x_BsH), expert_TK)
         return x_BsH + _normed(self.ffn_after, y_BsH), balance
 
     def attend(self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None) -> torch.Tensor:
@@ -180,7 +182,8 @@ class Transformer(nn.Module):
         (place,) = self.places(batch)
         x_BsH, objective, losses = self.embed(batch, place), torch.zeros(()), self.start_losses(batch)
         for layer in self.spec.all_layers:
-            x_BsH, balance = self.block(layer)(self.enter(x_BsH, layer, place, batch.token_BL), place)
+            x_BsH = self.enter(x_BsH, layer, place, batch.token_BL)
+            x_BsH, balance = self._whole_block(x_BsH, layer, batch, place)
             if balance is not None:
                 objective = objective + balance.objective(self.spec.router) / losses.sequences
                 losses = self.with_router(losses, layer, balance)
@@ -207,8 +210,18 @@ class Transformer(nn.Module):
         (place,) = self.places(batch)
         x_BsH = self.embed(batch, place)
         for layer in range(self.spec.layers):
-            x_BsH, _ = self.block(layer)(x_BsH, place)
+            x_BsH, _ = self._whole_block(x_BsH, layer, batch, place)
         return x_BsH
+
+    def _whole_block(self, x_BsH: torch.Tensor, layer: int, batch: Batch, place: Place) -> tuple[torch.Tensor, Balance | None]:
+        position_s = self.positions_of(batch, range(x_BsH.shape[1]))
+        return self.block(layer)(x_BsH, place, None, *self.given_experts(batch, layer, position_s))
+
+    def given_experts(self, batch: Batch, layer: int, position_s: torch.Tensor) -> list[torch.Tensor]:
+        """Return the experts [T, K] that a batch gives for some positions of its sequences in a MoE block, or nothing."""
+        if batch.expert_MBLK is None or not self.spec.is_moe(layer):
+            return []
+        return [batch.expert_MBLK[self.spec.moe_layers.index(layer)][:, position_s].flatten(0, 1)]
 
     def head_logits(self, x_BsH: torch.Tensor) -> torch.Tensor:
         """Return logits of this rank's vocabulary from outputs of the last block: [B, s, H] → [B, S, V]."""
@@ -220,7 +233,7 @@ class Transformer(nn.Module):
         zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
         blocks, further = len(self.spec.moe_layers), (self.spec.mtp_depth,)
         count_ME = none.new_zeros(blocks, self.spec.experts if blocks else 0)
-        return Losses(zero, zero, zero, none, none, count_ME, none, zero.new_zeros(further), none.new_zeros(further))
+        return Losses(zero, zero, zero, none, none, count_ME, none, none, zero.new_zeros(further), none.new_zeros(further))
 
     def start_losses(self, batch: Batch) -> Losses:
         """Return losses of zero with the numbers of counted tokens and sequences of a batch.

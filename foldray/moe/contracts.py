@@ -236,13 +236,13 @@ class Layer(Protocol):
         """Return what does as `combine_postprocess` without autograd, if this layer can."""
 
 
-def run_layer(layer: Layer, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
+def run_layer(layer: Layer, h_BSH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, Balance]:
     """Run all phases one after another in one autograd graph: [B, s, H] → [B, s, H], and the layer's balance.
 
     Every schedule must give the same result.
     """
     h_TH, exchange = h_BSH.flatten(0, 1), layer.exchange
-    routing = layer.route(h_TH, TokenPiece(h_BSH.shape[0]))
+    routing = layer.route(h_TH, TokenPiece(h_BSH.shape[0], expert_TK=expert_TK))
     rows, sent = layer.dispatch_preprocess(h_TH, routing)
     received = exchange.start_counts(sent)
     y_NH = layer.run_experts(dispatch(exchange, rows, sent, received), received)

@@ -201,9 +201,9 @@ class MoELayer(nn.Module):
         assert self.once or inside == 1, "tokens that travel once to each node must travel once to each rank"
         self.inside = InsideNode(groups.tokens_inside, inside * len(ids)) if inside > 1 else None
 
-    def forward(self, h_BSH: torch.Tensor) -> tuple[torch.Tensor, Balance]:
+    def forward(self, h_BSH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, Balance]:
         """Run all phases one after another in one autograd graph (`run_layer`)."""
-        return run_layer(self, h_BSH)
+        return run_layer(self, h_BSH, expert_TK)
 
     def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         return self.router(h_TH, piece)

@@ -161,6 +161,7 @@ class Routing:
         keep_TK: whether an assignment is kept, bool; None if the model has no capacity.
         capacity: number of rows that every expert is padded to; None without padding.
         tally: the piece's share of the balance of its micro-batch; its scores and z carry gradients.
+        replaced: number of given assignments that the gate would not have chosen, int64 scalar; None if none are given.
     """
 
     expert_TK: torch.Tensor
@@ -168,6 +169,7 @@ class Routing:
     keep_TK: torch.Tensor | None
     capacity: int | None
     tally: Tally
+    replaced: torch.Tensor | None = None
 
 
 class TokenPiece(NamedTuple):
@@ -177,12 +179,14 @@ class TokenPiece(NamedTuple):
         length: tokens of each sequence that this rank has in all pieces; None if it has only this piece.
         before: sum of the tallies of earlier pieces; None for the first piece.
         position_s: positions of the piece in the sequences, for a pattern; None if it has whole sequences.
+        expert_TK: experts instead of those that the gate chooses, −1 for the gate's; None for the gate's everywhere.
     """
 
     sequences: int
     length: int | None = None
     before: Tally | None = None
     position_s: torch.Tensor | None = None
+    expert_TK: torch.Tensor | None = None
 
 
 class Router(nn.Module):
@@ -217,11 +221,15 @@ class Router(nn.Module):
             logits_TE = logits_TE + self.logit_bias
         piece_length = x_TH.shape[0] // max(sequences, 1)
         length = piece_length if length is None else length
-        rule = self.gate.rule if self.pattern is None and isinstance(self.gate, TopKGate) else None
+        decides = self.pattern is None and piece.expert_TK is None
+        rule, replaced = self.gate.rule if decides and isinstance(self.gate, TopKGate) else None, None
         if rule is not None and routing.gates(logits_TE):
             expert_TK, weight_TK, count_BE, score_BE, z = routing.gate(logits_TE, self.bias, sequences, rule)
         else:
             expert_TK, weight_TK = self._choose(logits_TE, piece)
+            if piece.expert_TK is not None:
+                expert_TK, replaced = _given(piece.expert_TK, expert_TK)
+                weight_TK = weights(values(logits_TE, self.spec), expert_TK, self.spec)
             count_BE = _count(expert_TK, sequences, experts)
             score_BE = _by_sequence(scores(logits_TE, self.spec), sequences).sum(1)
             z = logits_TE.logsumexp(-1).square().sum()
@@ -230,7 +238,7 @@ class Router(nn.Module):
         keep_TK, limit, competed_BE = self._keep(expert_TK, weight_TK.detach(), sequences, length, piece.before)
         dropped = count_BE.new_zeros(()) if keep_TK is None else (~keep_TK).sum()
         tally = Tally(count_BE, score_BE, z, dropped, competed_BE)
-        return Routing(expert_TK, weight_TK, keep_TK, limit if self.spec.pad else None, tally)
+        return Routing(expert_TK, weight_TK, keep_TK, limit if self.spec.pad else None, tally, replaced)
 
     def _choose(self, logits_TE: torch.Tensor, piece: TokenPiece) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each token, and their weights."""
@@ -337,6 +345,12 @@ def scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
         return logits_TE.softmax(-1)
     score_TE = logits_TE.sigmoid()
     return score_TE / score_TE.sum(-1, keepdim=True).clamp_min(1e-20)
+
+
+def _given(given_TK: torch.Tensor, own_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts that are given, or the gate's own for −1, and how many of them are not the gate's own."""
+    expert_TK = torch.where(given_TK < 0, own_TK, given_TK.to(own_TK.dtype))
+    return expert_TK, (expert_TK.unsqueeze(2) != own_TK.unsqueeze(1)).all(2).sum()
 
 
 def _by_sequence(x_TX: torch.Tensor, sequences: int) -> torch.Tensor:

@@ -323,21 +323,25 @@ class MicroBatch:
         block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
         length, before = self.graph.slicing.length, self._tallies.pop(op.layer, None)
         position_s = self.model.positions_of(self.batch, self._tokens(op))
+        given = self.model.given_experts(self.batch, op.layer, position_s)
 
-        def route(z_BsH: torch.Tensor, *sums: torch.Tensor) -> Computed:
+        def route(z_BsH: torch.Tensor, *beside: torch.Tensor) -> Computed:
+            expert_TK, sums = (beside[0], beside[1:]) if given else (None, beside)
             h_BsH = block.routed(z_BsH)
             h_TH, earlier = h_BsH.flatten(0, 1), Tally(*sums) if sums else None
-            routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, earlier, position_s))
+            routing = layer.route(h_TH, TokenPiece(len(h_BsH), length, earlier, position_s, expert_TK))
             leaving, kept = rows_of(h_TH, routing)
             shared = [h_BsH] if self.graph.has(SHARED, op.layer) else []
             tally = routing.tally.detach()
             return Computed(
                 [routing.tally.score_BE, routing.tally.z, *leaving, *shared],
-                (kept, tally if earlier is None else earlier + tally),
+                (kept, tally if earlier is None else earlier + tally, routing.replaced),
             )
 
         sums = () if before is None else before.tensors
-        (_, _, *leaving), (kept, tally) = self.graphs.compute(op, route, z_BsH, beside=sums)
+        (_, _, *leaving), (kept, tally, replaced) = self.graphs.compute(op, route, z_BsH, beside=[*given, *sums])
+        if replaced is not None:
+            self.losses = self.losses.plus(replaced=replaced)
         if self.graph.has(SHARED, op.layer):
             self._normed[_part(op)] = leaving.pop()
         if op.part < self.graph.slicing.degree - 1:
@@ -372,7 +376,7 @@ class MicroBatch:
     @property
     def _given(self) -> list[torch.Tensor]:
         """What ops get that read the batch: the arguments of `Batch`."""
-        return [tensor for tensor in self.batch if tensor is not None]
+        return [tensor for tensor in self.batch[:3] if tensor is not None]
 
     def _entering(self, op: Op) -> list[torch.Tensor]:
         """Return what an op reads of the batch that takes the input of a block (`Transformer.enter`)."""

@@ -62,10 +62,12 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
     )
 
 
-def train(rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, masked: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, masked: bool = False, replayed: bool = False
+) -> dict[str, Any]:
     """Train and return the weights after the last step, and the losses and norms. The text is random (`batches`)."""
     with engine_on(recipe, rank) as (engine, groups):
-        return go_by_times(engine, groups, recipe, steps, documents=documents, masked=masked)
+        return go_by_times(engine, groups, recipe, steps, documents=documents, masked=masked, replayed=replayed)
 
 
 def engine_of(recipe: Recipe, groups: Groups) -> Engine:
@@ -88,15 +90,15 @@ def engine_on(
 
 def go_on(engine: Engine, groups: Groups, recipe: Recipe, steps: range, **options: bool) -> dict[str, Any]:
     """Train some steps. Return the weights after the last one, all losses and norms, and the counts of the last one."""
-    losses, norms, counts = [], [], torch.empty(0)
+    losses, norms, counts, replaced = [], [], torch.empty(0), 0
     for step in steps:
         passes = engine.train(own_batches(recipe, groups, step, **options))
         norms.append(engine.update(recipe.optimizer.lr).total)
         total = all_losses(passes, groups.control)
         losses.append([*total.means().tolist(), *([float(total.further())] if recipe.model.mtp_depth else [])])
-        counts = total.count_ME
+        counts, replaced = total.count_ME, replaced + int(total.replaced)
         engine.model.update_biases(counts)
-    return {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts}
+    return {"weights": weights(engine), "losses": losses, "norms": norms, "counts": counts, "replaced": replaced}
 
 
 def go_by_times(engine: Engine, groups: Groups, recipe: Recipe, steps: int, **options: bool) -> dict[str, Any]:
@@ -117,12 +119,15 @@ def own_batches(recipe: Recipe, groups: Groups, step: int, **options: bool) -> l
     return batches(recipe, groups.dp_rank, step, **options)
 
 
-def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False, masked: bool = False) -> list[Batch]:
+def batches(
+    recipe: Recipe, dp_rank: int, step: int, documents: bool = False, masked: bool = False, replayed: bool = False
+) -> list[Batch]:
     """Return a step's micro-batches of random text for a data-parallel place. Every global sample has its own text.
 
     Args:
         documents: attention stops at document boundaries.
         masked: some targets do not count: different ones in each sequence, and in one sequence all of them.
+        replayed: the batches bring random experts (`some_experts`).
     """
     dp, size, length = recipe.placed_fold.dp, recipe.training.micro_batch, recipe.data.seq_len
     tokens = sample(step, recipe.training.global_batch, length + 1, recipe.model.vocab)
@@ -130,11 +135,22 @@ def batches(recipe: Recipe, dp_rank: int, step: int, documents: bool = False, ma
     targets = tokens[:, 1:].clone()
     for number, target_L in enumerate(targets if masked else ()):
         target_L[torch.randperm(length, generator=torch.Generator().manual_seed(number))[: 2 * number + 2]] = IGNORED
+    experts = some_experts(recipe, step) if replayed else None
     found = []
     for m in range(recipe.accumulation):
         mine = slice((m * dp + dp_rank) * size, (m * dp + dp_rank + 1) * size)
-        found.append(Batch(tokens[mine, :-1], targets[mine], None if segments is None else segments[mine]))
+        given = None if experts is None else experts[:, mine]
+        found.append(Batch(tokens[mine, :-1], targets[mine], None if segments is None else segments[mine], given))
     return found
+
+
+def some_experts(recipe: Recipe, step: int, free: float = 1 / 3) -> torch.Tensor:
+    """Return random experts of all tokens of a step, int16 [M, B, L, K]. Routers choose for a share of the tokens (`free`)."""
+    model, generator = recipe.model, torch.Generator().manual_seed(step)
+    shape = len(model.moe_layers), recipe.training.global_batch, recipe.data.seq_len
+    expert_MBLK = torch.rand((*shape, model.experts), generator=generator).argsort(-1)[..., : model.topk]
+    free_MBL = torch.rand(shape, generator=generator) < free
+    return expert_MBLK.masked_fill(free_MBL.unsqueeze(-1), -1).to(torch.int16)
 
 
 def sample(step: int, sequences: int, length: int, vocab: int) -> torch.Tensor:
