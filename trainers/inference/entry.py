@@ -53,7 +53,8 @@ def generate(
     else:
         generated = model.generate(prompt, tokens, **sampling, told=write)
     if as_json:
-        print(to_json({"run": run, "step": model.step, "prompt": prompt, **generated._asdict()}))
+        written = {key: value for key, value in generated._asdict().items() if key != "experts"}
+        print(to_json({"run": run, "step": model.step, "prompt": prompt, **written}))
     elif not generated.text.endswith("\n"):
         print(flush=True)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,8 @@ from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.fold import Fold
-from foldray.model import Batch, Cache, Transformer
+from foldray.model import Batch, Cache, Routes, Transformer
+from foldray.model.routes import checked
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import LONGEST
@@ -41,12 +43,17 @@ class Generated(NamedTuple):
         tokens: its ids, without a separator at the end.
         stopped: whether a token that ends texts (in a chat, also one that ends answers) ended it, or its length.
         seed: seed of the draws. The same call with this seed gives the same text.
+        log_probs: the log-probability that the model itself gives to each of `tokens`, whatever the rule of drawing.
+        experts: with `routes`, the experts of the prompt and of all tokens but the last one, int16 [M, L, K]: those that
+            `Model.log_probs` takes. M are the blocks with experts, L the tokens, K the experts of a token.
     """
 
     text: str
     tokens: list[int]
     stopped: Literal["separator", "length"]
     seed: int
+    log_probs: list[float]
+    experts: torch.Tensor | None = None
 
 
 class Model:
@@ -127,12 +134,63 @@ class Model:
         Raises:
             UserError: there is no token, an id is not in the vocabulary, or sequences are longer than the learned positions.
         """
+        ids = self._sequences(tokens)
+        logits = self.transformer.logits(ids.view(-1, ids.shape[-1]))
+        return logits.view(*ids.shape, -1)
+
+    @torch.no_grad()
+    def log_probs(
+        self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], experts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the log-probability of every token but the first, given those before it: [B, L] → [B, L − 1], or [L] → [L − 1].
+
+        Args:
+            tokens: ids, as in `logits`.
+            experts: the experts of all tokens but the last one, [M, B, L − 1, K] or [M, L − 1, K], such as those with which a
+                text was written (`Generated.experts`); −1 leaves a token's to the router. None leaves all.
+
+        Raises:
+            UserError: as `logits`, or experts of another shape, that there are not, or that a token has twice.
+        """
+        ids = self._sequences(tokens)
+        token_BL = ids.view(-1, ids.shape[-1])
+        sequences, length = token_BL.shape[0], token_BL.shape[1] - 1
+        if not length:
+            raise UserError("tokens", list(ids.shape), "must have at least two tokens, of which the second has one before it")
+        if experts is not None:
+            given = experts.unsqueeze(1) if ids.dim() == 1 and experts.dim() == 3 else experts
+            experts = checked(given, self.recipe.model, sequences, length).to(self.device)
+        batch = Batch(token_BL[:, :-1], token_BL[:, 1:], None, experts)
+        x_BLH = self.transformer.hidden(batch)
+        found = [
+            self.transformer.head_logits(x_BLH[:, run.start : run.stop])
+            .log_softmax(-1)
+            .gather(-1, batch.target_BL[:, run.start : run.stop, None])
+            for run in self._runs(sequences, length)
+        ]
+        return torch.cat(found, dim=1).view(*ids.shape[:-1], -1)
+
+    @torch.no_grad()
+    def routes(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the experts that the routers choose: [B, L] → int16 [M, B, L, K], or [L] → [M, L, K].
+
+        M are the blocks with experts, K the experts of a token, the best first.
+
+        Raises:
+            UserError: as `logits`.
+        """
+        ids = self._sequences(tokens)
+        token_BL = ids.view(-1, ids.shape[-1])
+        with Routes(self.transformer) as routes:
+            self.transformer.hidden(Batch(token_BL, token_BL))
+        return routes.experts(len(token_BL)).view(len(self.recipe.model.moe_layers), *ids.shape, -1)
+
+    def _sequences(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         ids = self._ids(tokens)
         if ids.dim() not in (1, 2):
             raise UserError("tokens", list(ids.shape), "must be one sequence [L] or several of the same length [B, L]")
         self._check_positions("tokens", ids.shape[-1])
-        logits = self.transformer.logits(ids.view(-1, ids.shape[-1]))
-        return logits.view(*ids.shape, -1)
+        return ids
 
     def generate(
         self,
@@ -144,6 +202,7 @@ class Model:
         top_k: int | None = None,
         seed: int | None = None,
         told: Callable[[str], None] | None = None,
+        routes: bool = False,
     ) -> Generated:
         """Continue a prompt, token by token, until the model ends the document with a separator or an end that it came with
         (`export` in the recipe), or to a number of tokens.
@@ -156,13 +215,14 @@ class Model:
             tokens: most tokens of the continuation.
             temperature, top_p, top_k, seed: the rule of drawing (`Sampling`). Temperature 0 is greedy.
             told: called with each piece of text as it comes. The pieces make up the text.
+            routes: whether to keep the experts that the routers choose (`Generated.experts`).
 
         Raises:
             UserError: a value is out of its range, the prompt is no text or has an unknown id, prompt and continuation are longer
                 than the learned positions, or the model's logits are not finite.
         """
         sampler = Sampling(temperature, top_p, top_k, seed).sampler()
-        return self._generate(self._prompt(prompt), tokens, sampler, self._stops, told)
+        return self._generate(self._prompt(prompt), tokens, sampler, self._stops, told, routes)
 
     def chat(
         self,
@@ -174,6 +234,7 @@ class Model:
         top_k: int | None = None,
         seed: int | None = None,
         told: Callable[[str], None] | None = None,
+        routes: bool = False,
     ) -> Generated:
         """Answer a conversation, in the chat template of the tokenizer, until the model ends the answer, or to a number of
         tokens.
@@ -182,7 +243,7 @@ class Model:
 
         Args:
             messages: the conversation so far, as `[{"role": "user", "content": "Hello"}]`.
-            tokens, temperature, top_p, top_k, seed, told: as in `generate`.
+            tokens, temperature, top_p, top_k, seed, told, routes: as in `generate`.
 
         Raises:
             UserError: as `generate`; or there are no messages, or the tokenizer has no chat template, or one that refuses them.
@@ -191,7 +252,7 @@ class Model:
         checked = messages_of(list(messages), "the conversation", "messages", len(messages))
         chat = Chat(self.tokenizer)
         prompt_L = self._ids(chat.prompt(checked), "messages")
-        return self._generate(prompt_L, tokens, sampler, self._stops.union(chat.ends), told)
+        return self._generate(prompt_L, tokens, sampler, self._stops.union(chat.ends), told, routes)
 
     @property
     def _stops(self) -> frozenset[int]:
@@ -199,22 +260,32 @@ class Model:
         return frozenset([self.tokenizer.separator, *self.recipe.export.ends])
 
     def _generate(
-        self, prompt_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int], told: Callable[[str], None] | None
+        self,
+        prompt_L: torch.Tensor,
+        tokens: int,
+        sampler: Sampler,
+        stops: Container[int],
+        told: Callable[[str], None] | None,
+        keeps: bool,
     ) -> Generated:
         self._check_room(len(prompt_L), tokens)
-        ids, pieces = list[int](), list[str]()
+        ids, log_probs, pieces = list[int](), list[float](), list[str]()
 
         def tell(piece: str) -> None:
             pieces.append(piece)
             if piece and told:
                 told(piece)
 
-        stream = TextStream(self.tokenizer.decode, prompt_L.tolist())
-        for token in self._continued(prompt_L, tokens, sampler, stops):
-            ids.append(token)
-            tell(stream.add(token))
+        stream, routes = TextStream(self.tokenizer.decode, prompt_L.tolist()), Routes(self.transformer)
+        with routes if keeps else nullcontext():
+            for token, log_prob in self._continued(prompt_L, tokens, sampler, stops):
+                ids.append(token)
+                log_probs.append(log_prob)
+                tell(stream.add(token))
         tell(stream.rest())
-        return Generated("".join(pieces), ids, "length" if len(ids) == tokens else "separator", sampler.seed)
+        stopped: Literal["length", "separator"] = "length" if len(ids) == tokens else "separator"
+        experts = routes.experts()[:, 0, : len(prompt_L) + len(ids) - 1] if keeps else None
+        return Generated("".join(pieces), ids, stopped, sampler.seed, log_probs, experts)
 
     @torch.no_grad()
     def evaluate(self, text: str, seq_len: int | None = None, told: Callable[[int, int], None] | None = None) -> Score:
@@ -253,35 +324,45 @@ class Model:
     def device(self) -> torch.device:
         return next(self.transformer.parameters()).device
 
-    def _continued(self, prompt_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int]) -> Iterator[int]:
-        """Yield the tokens of a continuation, without the one of `stops` that ends it."""
+    def _continued(
+        self, prompt_L: torch.Tensor, tokens: int, sampler: Sampler, stops: Container[int]
+    ) -> Iterator[tuple[int, float]]:
+        """Yield the tokens of a continuation with their log-probabilities, without the token of `stops` that ends it."""
         cache = Cache(self.transformer)
         for part_S in prompt_L.to(self.device).split(_TOGETHER):
             x_1SH = cache.extend(part_S.unsqueeze(0))
         for left in reversed(range(tokens)):
-            token = sampler.draw(self._next_logits(x_1SH))
+            logit_V = self._next_logits(x_1SH)
+            token = sampler.draw(self._of_tokenizer(logit_V))
             if token in stops:
                 return
-            yield token
+            yield token, float(logit_V.log_softmax(-1)[token])
             if left:
                 x_1SH = cache.extend(torch.tensor([[token]], device=self.device))
 
     @torch.no_grad()
     def _next_logits(self, x_1SH: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the last token, [V]. Ids that stand for no text are −inf: they only pad the vocabulary."""
+        """Return the logits after the last token, [V]."""
         logit_V = self.transformer.head_logits(x_1SH[:, -1:]).flatten()
-        known_V = logit_V[: self.tokenizer.vocab_size]
-        if not bool(known_V.isfinite().all()):
+        if not bool(logit_V[: self.tokenizer.vocab_size].isfinite().all()):
             raise UserError("RUN", self.name, f"has a model, after {self.step} steps, whose logits are not finite numbers")
-        return torch.nn.functional.pad(known_V, (0, len(logit_V) - len(known_V)), value=-torch.inf)
+        return logit_V
+
+    def _of_tokenizer(self, logit_V: torch.Tensor) -> torch.Tensor:
+        """Return logits that are −inf for ids that stand for no text: they only pad the vocabulary."""
+        size = self.tokenizer.vocab_size
+        return torch.nn.functional.pad(logit_V[:size], (0, len(logit_V) - size), value=-torch.inf)
+
+    def _runs(self, sequences: int, length: int) -> Iterator[range]:
+        """Yield runs of positions whose logits are not larger than everything else, as those of a large vocabulary would be."""
+        size = max(1, _LOGITS // (sequences * self.recipe.model.vocab))
+        return (range(start, min(start + size, length)) for start in range(0, length, size))
 
     def _nats(self, batch: Batch) -> float:
         """Return the cross-entropy of the targets that count, summed."""
         x_BLH = self.transformer.hidden(batch)
         sequences, length = batch.token_BL.shape
-        # The logits of a large vocabulary would be larger than everything else.
-        size = max(1, _LOGITS // (sequences * self.recipe.model.vocab))
-        runs = (range(start, min(start + size, length)) for start in range(0, length, size))
+        runs = self._runs(sequences, length)
         return sum(float(self.transformer.head_loss(x_BLH[:, run.start : run.stop], batch, run)[1]) for run in runs)
 
     def _prompt(self, prompt: str | Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def test_a_separator_ends_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found, _ = made(tmp_path)
     drawn = iter([104, 105, SEPARATOR, 104])
     monkeypatch.setattr("trainers.inference.sampling.Sampler.draw", lambda self, logit_V: next(drawn))
-    assert found.generate("", 9, seed=5) == ("hi", [104, 105], "separator", 5)
+    assert found.generate("", 9, seed=5)[:4] == ("hi", [104, 105], "separator", 5)
 
 
 def test_a_seed_gives_the_same_text(tmp_path: Path) -> None:
@@ -192,3 +192,47 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path: Path) -> None:
     found, _ = made(tmp_path, vocab=256)
     with pytest.raises(UserError, match=r"data\.tokenizer=byte: has 257 ids, and the model only 256"):
         found.generate("x")
+
+
+@pytest.mark.parametrize("model", ["sigmoid, shared, dense", "learned positions"])
+def test_a_text_is_scored_with_the_experts_that_wrote_it(tmp_path: Path, model: str) -> None:
+    found, _ = made(tmp_path, **MODELS[model])
+    prompt, same = [SEPARATOR, *b"def f"], {"atol": 1e-10, "rtol": 1e-10}
+    generated = found.generate(prompt, 12, seed=3, routes=True)
+    assert found.generate(prompt, 12, seed=3).experts is None
+    tokens, written = [*prompt, *generated.tokens], torch.tensor(generated.log_probs, dtype=torch.float64)
+    log_probs = found.log_probs(tokens)
+    expected = found.logits(tokens)[:-1].log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, **same)
+    torch.testing.assert_close(log_probs[-len(written) :], written, **same)
+    assert generated.experts is not None
+    assert torch.equal(generated.experts, found.routes(tokens[:-1]))
+    for _, router in found.transformer.routers():  # as after a step of training
+        router.weight.data += torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(generated.experts, found.routes(tokens[:-1]))
+    replayed = found.log_probs(tokens, generated.experts)
+    assert not torch.allclose(replayed, found.log_probs(tokens), **same)
+    both = found.log_probs([tokens, tokens], torch.stack([generated.experts] * 2, dim=1))
+    torch.testing.assert_close(both[1], replayed, **same)
+
+
+ROUTES = torch.tensor([0, 1]).expand(2, 3, 2)
+WRONG: list[tuple[torch.Tensor, str]] = [
+    (ROUTES[:1], "experts=[1, 1, 3, 2]: must have the shape [2, 1, 3, 2]: MoE blocks, sequences, tokens, experts of a token"),
+    (ROUTES / 2, "experts=torch.float32: must be whole numbers, the numbers of experts"),
+    (ROUTES + 3, "experts=4: is no expert; −1 leaves the choice to the router; legal: −1…3"),
+    (ROUTES - 2, "experts=-2: is no expert; −1 leaves the choice to the router; legal: −1…3"),
+    (ROUTES * 0 + 2, "experts=[2, 2]: at [0, 0, 0] has an expert twice"),
+    (ROUTES - 1, "experts=[-1, 0]: at [0, 0, 0] leaves only some of its experts to the router"),
+]
+
+
+def test_experts_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    found, _ = made(tmp_path)
+    assert (found.recipe.model.experts, found.recipe.model.topk, len(found.recipe.model.moe_layers)) == (4, 2, 2)
+    for experts, line in WRONG:
+        with pytest.raises(UserError) as refused:
+            found.log_probs([1, 2, 3, 4], experts)
+        assert str(refused.value) == line
+    with pytest.raises(UserError, match="must have at least two tokens"):
+        found.log_probs([1])

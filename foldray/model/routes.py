@@ -1,0 +1,63 @@
+"""The experts of tokens as data: what routers have chosen, and what a batch may bring instead (`Batch.expert_MBLK`).
+
+Legend: M MoE blocks, B sequences, L positions, K experts per token.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from foldray.blueprint import ModelSpec
+from foldray.errors import UserError
+from foldray.model.transformer import Transformer
+
+
+class Routes:
+    """Keeps the experts that the routers of a model choose, while it is open. This process must hold all of the model."""
+
+    def __init__(self, model: Transformer):
+        self._routers = [router for _, router in model.routers()]
+        self._chosen: list[list[torch.Tensor]] = [[] for _ in self._routers]
+
+    def __enter__(self) -> Routes:
+        self._hooks = [
+            router.register_forward_hook(lambda _, __, routing, kept=kept: kept.append(routing.expert_TK))
+            for router, kept in zip(self._routers, self._chosen, strict=True)
+        ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def experts(self, sequences: int = 1) -> torch.Tensor:
+        """Return the experts of all tokens so far, which have come slice by slice: int16 [M, B, L, K]."""
+        slices = [[expert_TK.unflatten(0, (sequences, -1)) for expert_TK in chosen] for chosen in self._chosen]
+        return torch.stack([torch.cat(chosen, dim=1) for chosen in slices]).to(torch.int16)
+
+
+def checked(experts: torch.Tensor, model: ModelSpec, sequences: int, length: int) -> torch.Tensor:
+    """Return experts that a batch may bring, or raise a UserError about `experts`."""
+    shape = len(model.moe_layers), sequences, length, model.topk
+    if tuple(experts.shape) != shape:
+        rule = f"must have the shape {list(shape)}: MoE blocks, sequences, tokens, experts of a token"
+        raise UserError("experts", list(experts.shape), rule)
+    if experts.is_floating_point() or experts.dtype == torch.bool:
+        raise UserError("experts", str(experts.dtype), "must be whole numbers, the numbers of experts")
+    low, high = (int(end) for end in experts.aminmax())
+    if low < -1 or high >= model.experts:
+        rule = "is no expert; −1 leaves the choice to the router"
+        raise UserError("experts", low if low < -1 else high, rule, [f"−1…{model.experts - 1}"])
+    ordered = experts.sort(-1).values
+    repeated, partly = (
+        (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0),
+        (experts < 0).any(-1) & (experts >= 0).any(-1),
+    )
+    for wrong, rule in ((repeated.any(-1), "has an expert twice"), (partly, "leaves only some of its experts to the router")):
+        if bool(wrong.any()):
+            block, sequence, token = wrong.nonzero()[0].tolist()
+            where = f"[{block}, {sequence}, {token}]"
+            raise UserError("experts", experts[block, sequence, token].tolist(), f"at {where} {rule}")
+    return experts
