@@ -25,7 +25,7 @@ from foldray.costs.working import after_backward, buffers, head_logits, in_chunk
 from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.graph import PipelineGraph
-from foldray.kinds import HEAD
+from foldray.kinds import ATTENTION, EXPERT, FFN, HEAD, SHARED
 from foldray.orders import passes
 
 GIB = 2**30
@@ -134,11 +134,24 @@ def _position(
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     slicing = pieces.slicing
     logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
-    needs = networks, passing_keys, in_chunks
-    running = [max(need(rank, block, slicing, imbalance) for need in needs) for block in size]
+    running = [_running(rank, block, pieces, imbalance) for block in size]
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
     return Memory(*held, kept, rows, logits, max(0.0, max(running) - logits, behind), workspace)
+
+
+def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float) -> float:
+    """Return the bytes that a block's fullest op needs while it goes backward, with what it keeps for that if it runs again."""
+    slicing, sliced = pieces.slicing, slices_of(pieces.slicing)
+    whole = block_activations(rank, block, (), sliced, imbalance)
+
+    def again(kinds: tuple[str, ...], cut: Sequence[int]) -> float:
+        kept = [whole - block_activations(rank, block, (kind,), sliced, imbalance) for kind in kinds if kind in pieces.recompute]
+        return max(kept, default=0.0) * max(cut) / slicing.length
+
+    attends = max(need(rank, block, slicing, imbalance) for need in (passing_keys, in_chunks))
+    feeds = networks(rank, block, slicing, imbalance) + again((EXPERT, FFN, SHARED), slicing.moe)
+    return max(attends + again((ATTENTION,), slicing.attention), feeds)
 
 
 def kept_by_list(
