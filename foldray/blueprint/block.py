@@ -16,6 +16,7 @@ QkNorm = Literal["none", "head", "all"]
 AttentionBias = Literal["none", "inputs", "all"]
 AttentionGate = Literal["none", "head", "element"]
 RopeKind = Literal["yarn", "llama3", "linear"]
+LinearKind = Literal["gated_delta", "kimi_delta"]
 
 
 class ScalingSpec(NamedTuple):
@@ -67,11 +68,13 @@ class LatentSpec(NamedTuple):
 
     Args:
         query_rank: width of the vector from which heads make queries; 0 makes them from the block's input.
-        rank: width of the vector from which heads make keys and values, without the columns that turn.
+        rank: width of the vector from which heads make keys and values, without the columns of keys that all heads share.
+        shared: number of these columns, a head's last ones. They turn if the block has rotary positions.
     """
 
     query_rank: int
     rank: int
+    shared: int
 
 
 class LinearSpec(NamedTuple):
@@ -79,9 +82,12 @@ class LinearSpec(NamedTuple):
 
     Args:
         taps: tokens that the convolution in front of queries, keys and values sees.
+        kind: `gated_delta`, or Kimi Delta Attention (arXiv:2510.26692, section 3). Its state has a decay for each column of
+            keys. Decays and the gate of outputs come from narrow vectors, as wide as a head's values, and the gate is a sigmoid.
     """
 
     taps: int
+    kind: LinearKind = "gated_delta"
 
 
 class AttentionSpec(NamedTuple):
@@ -94,7 +100,7 @@ class AttentionSpec(NamedTuple):
         key_dim, value_dim: width of a head's queries and keys, and of its values.
         norm: what an RMSNorm of queries and keys covers: nothing, each head by itself, or all heads of a token together.
         bias: which products have a bias: none, those that make queries, keys and values, or also the one behind the heads.
-        latent: latent attention; None without it. Then heads have keys of their own, but share the columns that turn.
+        latent: latent attention; None without it. Then heads have keys of their own, but share some columns of them.
         scale: factor on scores, beside one over the root of `key_dim`.
         sinks: whether every head has a score that takes a share of the softmax and adds nothing.
         growth: how queries grow with their position; None without it.
@@ -156,16 +162,24 @@ class AttentionSpec(NamedTuple):
         return (self.linear.taps - 1) * sum(self.mixed.values()) if self.linear else 0
 
     @property
+    def decays(self) -> int:
+        """Numbers by which linear attention's state decays at a token: one of each head, or of each column of its keys."""
+        if self.linear is None:
+            return 0
+        return self.heads * (self.key_dim if self.linear.kind == "kimi_delta" else 1)
+
+    @property
     def still(self) -> int:
-        """Number of a head's columns that do not turn."""
-        return self.key_dim - (self.rope.dim if self.rope else 0)
+        """Number of a head's columns of keys that it does not share with other heads."""
+        return self.key_dim - (self.latent.shared if self.latent else 0)
 
     @property
     def inputs(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the products that make queries, keys and values that TP cuts. Rows of 0 are the block's width."""
-        if self.linear:  # of each head, how much it writes and how much it keeps
-            widths = self.mixed | {"gate": self.outputs, "write": self.heads, "decay": self.heads}
-            return {part: (0, width) for part, width in widths.items()}
+        if self.linear:  # and how much each head writes and keeps
+            rows = self.value_dim if self.linear.kind == "kimi_delta" else 0
+            whole = {part: (0, width) for part, width in self.mixed.items()}
+            return whole | {"gate": (rows, self.outputs), "write": (0, self.heads), "decay": (rows, self.decays)}
         if self.latent is None:
             gate = {"gate": (0, self.gates)} if self.gates else {}
             return {"query": (0, self.queries), "key": (0, self.keys), "value": (0, self.values)} | gate
@@ -174,11 +188,13 @@ class AttentionSpec(NamedTuple):
 
     @property
     def downs(self) -> dict[str, int]:
-        """The widths of latent attention's narrow vectors, by the product that makes them. Every TP rank has them whole."""
-        if self.latent is None or self.rope is None:
+        """The widths of narrow vectors, by the product that makes them. Every TP rank has them whole."""
+        if self.linear and self.linear.kind == "kimi_delta":
+            return dict.fromkeys(("gate_down", "decay_down"), self.value_dim)
+        if self.latent is None:
             return {}
         query = {"query_down": self.latent.query_rank} if self.latent.query_rank else {}
-        return query | {"key_value_down": self.latent.rank + self.rope.dim}
+        return query | {"key_value_down": self.latent.rank + self.latent.shared}
 
     @property
     def sees(self) -> Window:

@@ -16,6 +16,7 @@ from foldray.blueprint.block import (
     FeedForwardSpec,
     GrowthSpec,
     LatentSpec,
+    LinearKind,
     LinearSpec,
     MixtureSpec,
     QkNorm,
@@ -86,8 +87,8 @@ class ModelSpec(Strict):
     output (GPT-OSS)."""
     latent_rank: WidthOrZero = 0
     """Width of the vector from which all heads make keys and values (multi-head latent attention,
-    DeepSeek-V2). The last `rope_dim` columns of a head turn, and heads share those of keys. 0
-    leaves it out."""
+    DeepSeek-V2). The last `rope_dim` columns of a head turn, and heads share those of keys, also if
+    `full_positions: none` lets none turn. 0 leaves it out."""
     latent_query_rank: WidthOrZero = 0
     """Width of the vector from which heads make queries with latent attention. 0 makes them from
     the block's input."""
@@ -111,6 +112,9 @@ class ModelSpec(Strict):
     """Width of a head's values in linear attention. Null is `linear_key_dim`."""
     linear_taps: Annotated[int, Field(ge=1, le=2**8)] = 4
     """Tokens that the convolution of linear attention's queries, keys and values sees."""
+    linear_kind: LinearKind = "gated_delta"
+    """Kind of linear attention. With `gated_delta`, a head's whole state decays alike (Qwen3-Next);
+    with `kimi_delta`, each column of keys has a decay of its own (Kimi Linear, arXiv:2510.26692)."""
     ffn_hidden: Width
     """Inner width of the feed-forward network in dense blocks. Their compute and parameters grow
     with it."""
@@ -257,8 +261,8 @@ class ModelSpec(Strict):
             raise UserError("model.rope_theta", self.rope_theta, rule)
         for key in ("full_positions", "window_rope_theta"):
             value, default = getattr(self, key), type(self).model_fields[key].default
-            if value != default and (self.positions != "rope" or self.latent_rank):
-                raise UserError(f"model.{key}", value, "needs positions=rope, and no latent_rank", [default or "null"])
+            if value != default and self.positions != "rope":
+                raise UserError(f"model.{key}", value, "needs positions=rope", [default or "null"])
         if not self.latent_rank:
             if self.latent_query_rank:
                 raise UserError("model.latent_query_rank", self.latent_query_rank, "needs latent_rank", [0])
@@ -278,9 +282,9 @@ class ModelSpec(Strict):
 
     def _check_linear(self) -> None:
         if LINEAR.name not in self.windows:
-            for key in ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim"):
-                if (value := getattr(self, key)) is not None:
-                    raise UserError(f"model.{key}", value, f"needs a block with the window {LINEAR.name}", ["null"])
+            for key in ("linear_heads", "linear_key_heads", "linear_key_dim", "linear_value_dim", "linear_kind"):
+                if (value := getattr(self, key)) != (default := type(self).model_fields[key].default):
+                    raise UserError(f"model.{key}", value, f"needs a block with the window {LINEAR.name}", [default or "null"])
             return
         heads, key_heads = self.linear_heads or self.heads, self.linear_key_heads
         if key_heads and heads % key_heads:
@@ -334,7 +338,7 @@ class ModelSpec(Strict):
         if window == LINEAR.name:
             heads, width = self.linear_heads or self.heads, self.linear_key_dim or self.head_dim
             sizes = heads, self.linear_key_heads or heads, width, self.linear_value_dim or width
-            return AttentionSpec(*sizes, window, linear=LinearSpec(self.linear_taps))
+            return AttentionSpec(*sizes, window, linear=LinearSpec(self.linear_taps, self.linear_kind))
         rope, scale = self._rope(window)
         return AttentionSpec(
             self.heads,
@@ -345,7 +349,7 @@ class ModelSpec(Strict):
             rope,
             self.qk_norm,
             self.attention_bias,
-            LatentSpec(self.latent_query_rank, self.latent_rank) if self.latent_rank else None,
+            LatentSpec(self.latent_query_rank, self.latent_rank, self.rope_dim or 0) if self.latent_rank else None,
             scale if self.attention_scale is None else scale * self.attention_scale * math.sqrt(self.head_dim),
             self.attention_sinks,
             GrowthSpec(self.query_growth, self.query_growth_positions) if self.query_growth else None,

@@ -118,7 +118,7 @@ def _attention_count(spec: AttentionSpec, hidden: int) -> int:
     matrices += hidden * sum(spec.downs.values())
     vectors = spec.heads * spec.sinks + sum(_norm_widths(spec).values()) + sum(_bias_widths(spec, hidden).values())
     if spec.linear:
-        vectors += spec.linear.taps * sum(spec.mixed.values()) + 2 * spec.heads
+        vectors += spec.linear.taps * sum(spec.mixed.values()) + spec.heads + spec.decays
     return matrices + vectors
 
 
@@ -205,8 +205,9 @@ def _attention_vectors(model: ModelSpec, spec: AttentionSpec, name: str, layer: 
         assert spec.linear
         shape, std = (spec.linear.taps, width), 1 / math.sqrt(3 * spec.linear.taps)  # that of torch's own convolutions
         rows.append(ParameterSpec(f"{name}.{part}_filter", shape, layer, ATTENTION, cut=1, init=std))
-    for part in get_args(DecayInit) if spec.linear else ():
-        rows.append(ParameterSpec(f"{name}.{part}", (spec.heads,), layer, ATTENTION, cut=0, init=part))
+    decays: dict[DecayInit, int] = {"decay_rate": spec.heads, "time_step": spec.decays} if spec.linear else {}
+    for kind_of, width in decays.items():
+        rows.append(ParameterSpec(f"{name}.{kind_of}", (width,), layer, ATTENTION, cut=0, init=kind_of))
     for part, width in _bias_widths(spec, model.hidden).items():
         kind: tuple[GradientClass, int | None] = ("replicated", None) if part == "out" else ("dense", 0)
         rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, 0.0))

@@ -20,6 +20,9 @@ STARTS: dict[str, list[list[int]] | None] = {
 """By sequence, the tokens at which a document begins. The first token goes on with a document if it is not among them."""
 
 
+COLUMNS = pytest.mark.parametrize("columns", [1, 5], ids=["a decay of heads", "a decay of columns"])
+
+
 class Inputs(NamedTuple):
     """What the rule takes: B = 2, K = 2, V = 4, D = 5, E = 3."""
 
@@ -31,14 +34,14 @@ class Inputs(NamedTuple):
     state: Tensor
 
     @classmethod
-    def drawn(cls, length: int, rate: float = 1.0, dtype: torch.dtype = torch.float64) -> Inputs:
+    def drawn(cls, length: int, columns: int, rate: float = 1.0, dtype: torch.dtype = torch.float64) -> Inputs:
         chance = torch.Generator().manual_seed(length)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=chance)
 
         q, k = (unit(draw(2, length, 2, 5)) for _ in range(2))
-        decay, write = -rate * draw(2, length, 4).abs(), torch.sigmoid(draw(2, length, 4))
+        decay, write = -rate * draw(2, length, 4, columns).abs(), torch.sigmoid(draw(2, length, 4))
         made = cls(q, k, draw(2, length, 4, 3), decay, write, draw(2, 4, 5, 3))
         return cls(*(x.to(dtype).requires_grad_() for x in made))
 
@@ -59,7 +62,7 @@ def positions(starts: list[list[int]] | None, length: int) -> Tensor | None:
 
 
 def token_by_token(given: Inputs, within_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the rule as the paper writes it (arXiv:2412.06464, equation 10)."""
+    """Compute the rule as papers write it (arXiv:2412.06464, equation 10; of columns: arXiv:2510.26692, equation 1)."""
     (sequences, length, keys, _), heads = given.q.shape, given.v.shape[2]
     outs = [[[Tensor()] * heads for _ in range(length)] for _ in range(sequences)]
     states = []
@@ -68,7 +71,8 @@ def token_by_token(given: Inputs, within_BS: Tensor | None) -> tuple[Tensor, Ten
             state, shared = given.state[b, head], head // (heads // keys)
             for t in range(length):
                 k, share = given.k[b, t, shared], given.write[b, t, head]
-                state = state * (0.0 if within_BS is not None and within_BS[b, t] == 0 else 1.0) * given.decay[b, t, head].exp()
+                state = state * (0.0 if within_BS is not None and within_BS[b, t] == 0 else 1.0)
+                state = torch.diag(given.decay[b, t, head].exp().expand(len(k))) @ state
                 erased = torch.eye(len(k), dtype=k.dtype) - share * torch.outer(k, k)
                 state = erased @ state + share * torch.outer(k, given.v[b, t, head])
                 outs[b][t][head] = given.q[b, t, shared] @ state
@@ -80,8 +84,9 @@ def token_by_token(given: Inputs, within_BS: Tensor | None) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_are_tokens_together(length: int, starts: str) -> None:
-    within, given = positions(STARTS[starts], length), Inputs.drawn(length)
+@COLUMNS
+def test_chunks_are_tokens_together(columns: int, length: int, starts: str) -> None:
+    within, given = positions(STARTS[starts], length), Inputs.drawn(length, columns)
     found, expected = delta_rule(*given, within), token_by_token(given, within)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
@@ -93,17 +98,19 @@ def test_chunks_are_tokens_together(length: int, starts: str) -> None:
 
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_map_leads_from_the_first_state_to_the_last(length: int, starts: str) -> None:
-    within, given = positions(STARTS[starts], length), Inputs.drawn(length)
+@COLUMNS
+def test_a_map_leads_from_the_first_state_to_the_last(columns: int, length: int, starts: str) -> None:
+    within, given = positions(STARTS[starts], length), Inputs.drawn(length, columns)
     _, last = delta_rule(*given, within)
     a, b = transition(given.k, given.v, given.decay, given.write, within).split((5, 3), dim=-1)
     torch.testing.assert_close(a @ given.state + b, last, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-4, 30.0, 1000.0])
-def test_no_decay_is_too_strong_or_too_weak(rate: float) -> None:
+@COLUMNS
+def test_no_decay_is_too_strong_or_too_weak(columns: int, rate: float) -> None:
     """With factors of their own, tokens would have e^1000 and more."""
-    given = Inputs.drawn(150, rate, torch.float32)
+    given = Inputs.drawn(150, columns, rate, torch.float32)
     found = delta_rule(*given)
     exact = Inputs(*(x.detach().double() for x in given))
     for ours, theirs in zip(found, token_by_token(exact, None), strict=True):
@@ -112,8 +119,9 @@ def test_no_decay_is_too_strong_or_too_weak(rate: float) -> None:
         assert bool(slope.isfinite().all())
 
 
-def test_no_sequence_is_nothing() -> None:
-    out, state = delta_rule(*(x[:0] for x in Inputs.drawn(70)))
+@COLUMNS
+def test_no_sequence_is_nothing(columns: int) -> None:
+    out, state = delta_rule(*(x[:0] for x in Inputs.drawn(70, columns)))
     assert (out.shape, state.shape) == ((0, 70, 4, 3), (0, 4, 5, 3))
 
 
