@@ -121,6 +121,13 @@ _RELEASED: dict[str, dict[str, Any]] = {
         router={"score": "sigmoid", "normalize": True, "scale": 2.827},
         **_yarn(32.0, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
     ),
+    "kimi-linear-48b-a3b": {
+        "layers": 27, "hidden": 2304, "heads": 32, "kv_heads": 32, "head_dim": 192, "value_dim": 128, "latent_rank": 512,
+        "latent_norm_eps": 1e-6, "rope_dim": 64, "full_positions": "none", "ffn_hidden": 9216, "dense_first": 1, "experts": 256,
+        "topk": 8, "expert_hidden": 1024, "shared_hidden": 1024, "vocab": 163840,
+        "windows": [*["linear", "linear", "linear", "full"] * 6, "linear", "linear", "full"], "linear_kind": "kimi_delta",
+        "linear_key_dim": 128, "router": {"score": "sigmoid", "normalize": True, "scale": 2.446},
+    },
     "glm-4.7-flash": _deepseek(
         20, layers=47, hidden=2048, head_dim=256, value_dim=256, ffn_hidden=10240, dense_first=1, experts=64, topk=4,
         expert_hidden=1536, shared_hidden=1536, vocab=154880, latent_query_rank=768, rope_theta=1e6, norm_eps=1e-5,

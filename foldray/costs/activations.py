@@ -160,22 +160,24 @@ def _linear(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced:
     carried = rank.sequences * (local.state * wide + local.tail * b)
     if again:
         return carried * max(0, sliced - 1)
-    made = sum(width for _, width in local.inputs.values())
+    made = sum(width for _, width in local.inputs.values()) + sum(local.downs.values())
     maps = chunks * local.heads * local.key_dim * (local.key_dim + 2 * local.value_dim) * wide + chunks * local.tail * b
-    return n * fold.tp * (rank.model.hidden + made + local.outputs) * b + max(1, sliced) * (carried + rank.sequences * maps)
+    numbers = n * fold.tp * (rank.model.hidden + made + local.outputs)
+    numbers += n * rank.model.hidden * (fold.tp > 1 and bool(local.downs))  # the piece that narrow vectors are made of
+    return numbers * b + max(1, sliced) * (carried + rank.sequences * maps)
 
 
 def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: int) -> float:
     """Return what `_attention` keeps of latent attention, beyond the keys and values of slices."""
     assert spec.latent
-    assert spec.rope
     fold, hidden, b, latent = rank.fold, rank.model.hidden, rank.device.bytes, spec.latent
     tokens, local = n * fold.tp, spec.cut(fold.tp)
     narrow = n * sum(spec.downs.values()) + tokens * (latent.query_rank + latent.rank)  # before and after their norms
     whole = tokens * hidden if fold.tp > 1 and not latent.query_rank else 0.0
     made = local.queries + (0 if sliced else local.keys + local.values) + local.outputs
     numbers = n * hidden + narrow + whole + tokens * made
-    return numbers * b + tokens * (local.heads + spec.rope.dim / rank.sequences) * FLOAT32
+    rotations = spec.rope.dim / rank.sequences if spec.rope else 0.0
+    return numbers * b + tokens * (local.heads + rotations) * FLOAT32
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:

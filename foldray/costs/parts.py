@@ -145,7 +145,8 @@ class LinearFlops(NamedTuple):
 def linear_flops(local: AttentionSpec, tokens: int) -> LinearFlops:
     """Return the FLOPs of the products of chunks (`kernels/delta.py`) of this rank's heads."""
     chunk, keys, values = min(LINEAR_CHUNK, tokens), local.key_dim, local.value_dim
-    scores = 2 * chunk * keys * local.kv_heads
+    # With a decay of each column, each head of values has scores of its own, of earlier tokens only.
+    scores = 2 * chunk * keys * local.kv_heads if local.decays == local.heads else chunk * keys * local.heads
     # The triangular system has half of a product's FLOPs. Then W · S, and K · U.
     solved = chunk * (keys + values) + 4 * keys * values
     read = 2 * keys * values + 2 * chunk * values
@@ -231,6 +232,8 @@ class AttentionParts(Parts):
         mixed = sum(local.mixed.values())
         numbers = mixed * (4 + 3 * local.linear.taps) + 3 * local.outputs
         numbers += local.heads * (8 * LINEAR_CHUNK + 6 * (local.key_dim + local.value_dim))
+        if local.decays > local.heads:  # each halving of a chunk multiplies queries and keys by their decays
+            numbers += 10 * math.log2(LINEAR_CHUNK) * local.decays
         return self._memory(times * wide * numbers * max(FLOAT32, self.device.bytes))
 
     def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -254,7 +257,9 @@ class AttentionParts(Parts):
             yield self._launch("head_norm", back)
         if local.norm == "all":  # the sums of squares, or their gradients
             yield self._travel("tp", self.network.reduce("tp", 8 * wide))
-        made = sum(width for _, width in local.inputs.values()) if local.linear else local.queries + local.keys + local.values
+        made = local.queries + local.keys + local.values
+        if local.linear:
+            made = sum(width for inside, width in local.inputs.values() if not inside)
         if local.bias != "none":
             yield self._memory((2 if back else 1) * wide * made * self.device.bytes)
         if local.latent:
@@ -262,6 +267,18 @@ class AttentionParts(Parts):
             return
         yield from self._tensor(wide, back, ways=1)
         yield from self._products("gemm", wide, self.model.hidden, made, back)
+        if local.downs:
+            yield from self._narrowed(local, n, back)
+
+    def _narrowed(self, local: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
+        """Yield the work for what Kimi Delta Attention makes from narrow vectors, and to put it beside the rest."""
+        wide, narrow, every = n * self.fold.tp, sum(local.downs.values()), sum(width for _, width in local.inputs.values())
+        yield from self._products("gemm", n, self.model.hidden, narrow, back)
+        yield self._travel("tp", self.network.gather("tp", wide * narrow * self.device.bytes))
+        for inside, width in local.inputs.values():
+            if inside:
+                yield from self._products("gemm", wide, inside, width, back)
+        yield self._memory((2 if back else 1) * 2 * wide * every * self.device.bytes)
 
     def _latent(self, local: AttentionSpec, n: float, back: bool) -> Iterator[Work]:
         """Yield the work of latent attention for queries, keys and values."""

@@ -169,7 +169,8 @@ def _by_halves(x: Tensor, k: Tensor, decay: Tensor, sees: Tensor) -> tuple[Tenso
     """Return what `_by_ratio` returns, for a decay of each column: […, C, D]. C must be a power of two.
 
     Tokens of the second half of a block see keys of the first half through the border between them, with
-    e^(c_i − c) · e^(c − c_j) for its c. Both factors are at most 1, and what is between them is a product. Halves are blocks as well, down to one token.
+    e^(c_i − c) · e^(c − c_j) for its c. Both factors are at most 1, and what is between them is a product. Halves are blocks as
+    well, down to one token.
     """
     size, half = x.shape[-2], 1
     # By block: scores, c up to each token, and c from behind it to the end.

@@ -349,8 +349,8 @@ class LatentAttention(SoftmaxAttention):
     """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
     `down` [H, …] makes the narrow vectors of this rank's piece: that of queries, if there is one, that of keys and values, and
-    the columns of keys that turn, which all heads share. TP gathers these vectors instead of the block's input. From them,
-    `query` and `key_value` make the heads of this rank; a head's columns that turn come last.
+    the columns of keys that all heads share. TP gathers these vectors instead of the block's input. From them, `query` and
+    `key_value` make the heads of this rank; a head's shared columns come last, and they alone turn.
     """
 
     def _make(self, model: ModelSpec) -> None:
@@ -367,32 +367,32 @@ class LatentAttention(SoftmaxAttention):
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         share = self.share
-        assert share.rope
-        query_BSR, latent_BSR, turning_BSR = self._narrow(x_BsH, share.rope.dim)
-        turn = place.rotation(share.rope, latent_BSR.dtype)
-        q_BSND = _by_head(product(query_BSR, self.query, self.later), share.heads)
-        q_BSND = torch.cat((q_BSND[..., : share.still], rotate(q_BSND[..., share.still :], turn)), dim=-1)
+        query_BSR, latent_BSR, shared_BSR = self._narrow(x_BsH)
+        q_BSND, shared_BSNR = _by_head(product(query_BSR, self.query, self.later), share.heads), shared_BSR.unsqueeze(2)
+        if share.rope is not None:
+            turn = place.rotation(share.rope, latent_BSR.dtype)
+            q_BSND = torch.cat((q_BSND[..., : share.still], rotate(q_BSND[..., share.still :], turn)), dim=-1)
+            shared_BSNR = rotate(shared_BSNR, turn)
         made_BSNW = _by_head(product(latent_BSR, self.key_value, self.later), share.heads)
         k_BSND, v_BSNV = made_BSNW.split((share.still, share.value_dim), dim=-1)
-        turned_BSNR = rotate(turning_BSR.unsqueeze(2), turn).expand(-1, -1, share.heads, -1)
-        k_BSND = torch.cat((k_BSND, turned_BSNR), dim=-1)
+        k_BSND = torch.cat((k_BSND, shared_BSNR.expand(-1, -1, share.heads, -1)), dim=-1)
         q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
         # As a view, the values would keep the whole product alive until backward.
         return Projected(q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSNV.contiguous().transpose(1, 2))
 
-    def _narrow(self, x_BsH: torch.Tensor, turning: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return, for the shard, what queries are made from, what keys and values are made from, and the columns that turn."""
+    def _narrow(self, x_BsH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return, for the shard, what queries are made from, what keys and values are made from, and the shared columns."""
         latent = self.latent
-        widths = (latent.query_rank, latent.rank, turning)
-        query_BsR, latent_BsR, turning_BsR = product(x_BsH, self.down, self.later).split(widths, dim=-1)
+        widths = (latent.query_rank, latent.rank, latent.shared)
+        query_BsR, latent_BsR, shared_BsR = product(x_BsH, self.down, self.later).split(widths, dim=-1)
         latent_BsR = rms_norm(latent_BsR, self.key_value_norm, self.eps)
         if self.query_norm is not None:
             query_BsR = rms_norm(query_BsR, self.query_norm, self.eps)
         if self.tensor.size > 1:
-            narrow = gather_sequence(torch.cat((query_BsR, latent_BsR, turning_BsR), dim=-1), self.tensor).split(widths, dim=-1)
+            narrow = gather_sequence(torch.cat((query_BsR, latent_BsR, shared_BsR), dim=-1), self.tensor).split(widths, dim=-1)
             # Copies, so that the products do not copy them again and keep both.
-            query_BsR, latent_BsR, turning_BsR = narrow[0].contiguous(), narrow[1].contiguous(), narrow[2]
-        return query_BsR if latent.query_rank else gather_sequence(x_BsH, self.tensor), latent_BsR, turning_BsR
+            query_BsR, latent_BsR, shared_BsR = narrow[0].contiguous(), narrow[1].contiguous(), narrow[2]
+        return query_BsR if latent.query_rank else gather_sequence(x_BsH, self.tensor), latent_BsR, shared_BsR
 
     def parts(self) -> Parts:
         names = {name: name for name in ("query", "key_value", "out", "sinks")}

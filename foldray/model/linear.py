@@ -4,6 +4,9 @@ One product makes queries, keys, values, a gate of outputs, and two numbers of e
 the state it keeps. A short convolution mixes queries, keys and values over tokens. The heads' outputs go through an RMSNorm, and
 the gate weighs them. Qwen3-Next has such blocks in transformers.
 
+Kimi Delta Attention (arXiv:2510.26692, section 3) keeps a share of each column of keys. Its gates and shares come from narrow
+vectors, which every TP rank makes of its piece of the tokens.
+
 Context-parallel ranks exchange two things that do not grow with the sequence. The last tokens of each chunk are the ones that the
 convolution of the next chunk sees. Then every chunk's map from its first state to its last one, S' = A · S + B, is gathered, and
 each rank goes through the maps of all chunks before its own. So the zigzag of the layout needs nothing else: a rank has two
@@ -41,16 +44,21 @@ class LinearAttention(Attention):
     """Linear attention with this rank's heads.
 
     `inputs` is [H, I], `filter` [T, W], `decay_rate` and `time_step` [V], and `norm` [E]. A head's state keeps the share
-    exp(−exp(decay_rate) · softplus(x + time_step)) at a token, with x from the product.
+    exp(−exp(decay_rate) · softplus(x + time_step)) at a token, with x from the product. In Kimi Delta Attention, `time_step` is
+    [V · D], and x and the gate come from the narrow vectors of `down` [H, 2 · E] by `decay` [E, V · D] and `gate` [E, V · E].
     """
 
     def _make(self, model: ModelSpec) -> None:
         share, new = self.share, self.out.new_empty
         assert share.linear
         self.taps, self.eps = share.linear.taps, model.norm_eps
-        self.inputs = nn.Parameter(new(model.hidden, sum(width for _, width in share.inputs.values())))
+        self.inputs = nn.Parameter(new(model.hidden, sum(self._direct.values())))
+        self.narrow = bool(share.downs)
+        if self.narrow:
+            self.down = nn.Parameter(new(model.hidden, sum(share.downs.values())))
+            self.gate, self.decay = (nn.Parameter(new(*share.inputs[part])) for part in ("gate", "decay"))
         self.filter = nn.Parameter(new(self.taps, sum(share.mixed.values())))
-        self.decay_rate, self.time_step = (nn.Parameter(new(share.heads)) for _ in range(2))
+        self.decay_rate, self.time_step = nn.Parameter(new(share.heads)), nn.Parameter(new(share.decays))
         self.norm = nn.Parameter(new(share.value_dim))
 
     def memory(self, forgets: bool = False) -> StateCache:
@@ -84,13 +92,26 @@ class LinearAttention(Attention):
         return self.ring.start_all_to_all(share, rows, rows)
 
     def parts(self) -> Parts:
-        widths, mixed = {part: width for part, (_, width) in self.share.inputs.items()}, self.share.mixed
-        filters = columns({f"{part}_filter": width for part, width in mixed.items()})
-        whole: Parts = {name: [(name, ())] for name in ("out", "decay_rate", "time_step")}
-        return {"inputs": columns(widths), "filter": filters, "norm": [("norm.output", ())], **whole}
+        filters = columns({f"{part}_filter": width for part, width in self.share.mixed.items()})
+        whole: Parts = {name: [(name, ())] for name in ("out", "decay_rate", "time_step", "gate", "decay")}
+        cut = {"inputs": columns(self._direct), "down": columns(self.share.downs), "filter": filters}
+        return {**cut, "norm": [("norm.output", ())], **whole}
+
+    @property
+    def _direct(self) -> dict[str, int]:
+        """Widths of the parts that the first product makes."""
+        return {part: width for part, (rows, width) in self.share.inputs.items() if not rows}
 
     def _made(self, x_BsH: Tensor) -> Tensor:
-        return product(gather_sequence(x_BsH, self.tensor), self.inputs, self.later)
+        """Return all parts of `share.inputs` side by side: [B, S, I]."""
+        made_BSI = product(gather_sequence(x_BsH, self.tensor), self.inputs, self.later)
+        if not self.narrow:
+            return made_BSI
+        narrow_BSR = gather_sequence(product(x_BsH, self.down, self.later), self.tensor)
+        gate_BSE, decay_BSE = (part.contiguous() for part in narrow_BSR.chunk(2, dim=-1))
+        mixed_BSW, write_BSV = made_BSI.tensor_split((made_BSI.shape[-1] - self.share.heads,), dim=-1)
+        gate_BSG, decay_BSG = product(gate_BSE, self.gate, self.later), product(decay_BSE, self.decay, self.later)
+        return torch.cat((mixed_BSW, gate_BSG, write_BSV, decay_BSG), dim=-1)
 
     def _first(self, made_BSI: Tensor) -> Carry:
         """Return what sequences begin with."""
@@ -188,13 +209,13 @@ def _states(state_BVDE: Tensor, maps: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _mixed(inputs: Sequence[Tensor], share: AttentionSpec, within_BS: Tensor | None) -> tuple[Tensor, ...]:
-    """Return queries and keys [B, S, K, D], values [B, S, V, E], log decays and shares that are written [B, S, V], and the gate
-    of outputs [B, S, V, E], in at least float32.
+    """Return queries and keys [B, S, K, D], values [B, S, V, E], log decays [B, S, V, 1 or D], shares that are written [B, S, V],
+    and what weighs outputs [B, S, V, E], in at least float32.
 
     Args:
         inputs: the product of the chunk, the last tokens before it, the filter, and each head's rate and time step.
     """
-    made_BSI, before_BPW, filter_TW, decay_rate_V, time_step_V = inputs
+    made_BSI, before_BPW, filter_TW, decay_rate_V, time_step = inputs
     wide = at_least_float32(made_BSI)
     widths = [width for _, width in share.inputs.values()]
     queries, keys, values, gate, write, decay = made_BSI.to(wide).split(widths, dim=-1)
@@ -203,8 +224,11 @@ def _mixed(inputs: Sequence[Tensor], share: AttentionSpec, within_BS: Tensor | N
     q, k, v = y_BSW.split(widths[:3], dim=-1)
     q, k = (x.unflatten(-1, (share.kv_heads, share.key_dim)) for x in (q, k))
     v, gate = (x.unflatten(-1, (share.heads, share.value_dim)) for x in (v, gate))
-    log_decay = -decay_rate_V.to(wide).exp() * F.softplus(decay + time_step_V.to(wide))
-    return unit(q) * share.key_dim**-0.5, unit(k), v, log_decay, torch.sigmoid(write), gate
+    step = F.softplus(decay + time_step.to(wide)).unflatten(-1, (share.heads, share.decays // share.heads))
+    log_decay = -decay_rate_V.to(wide).exp().unsqueeze(-1) * step
+    assert share.linear
+    weight = F.silu(gate) if share.linear.kind == "gated_delta" else torch.sigmoid(gate)
+    return unit(q) * share.key_dim**-0.5, unit(k), v, log_decay, torch.sigmoid(write), weight
 
 
 def _map(*inputs: Tensor, share: AttentionSpec, eps: float, within_BS: Tensor | None) -> Tensor:
@@ -219,7 +243,7 @@ def _outputs(*inputs: Tensor, share: AttentionSpec, eps: float, within_BS: Tenso
     The inputs are those of `_mixed`, the weight of the norm, and the first state.
     """
     *mixed, norm_E, state_BVDE = inputs
-    q, k, v, decay, write, gate = _mixed(mixed, share, within_BS)
+    q, k, v, decay, write, weight = _mixed(mixed, share, within_BS)
     out_BSVE, state = delta_rule(q, k, v, decay, write, state_BVDE, within_BS)
-    normed = F.rms_norm(out_BSVE, norm_E.shape, norm_E.to(out_BSVE.dtype), eps) * F.silu(gate)
+    normed = F.rms_norm(out_BSVE, norm_E.shape, norm_E.to(out_BSVE.dtype), eps) * weight
     return normed.flatten(2).to(mixed[0].dtype), state

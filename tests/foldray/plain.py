@@ -186,10 +186,17 @@ class Plain:
         return y_LH + self.weights[f"{name}.attention.out_bias"] if model.attention_bias == "all" else y_LH
 
     def _linear(self, name: str, x_LH: Tensor, segment_L: Tensor | None) -> Tensor:
-        """Compute the gated delta rule token by token, head by head (arXiv:2412.06464, equation 10)."""
-        model, own = self.model, {part: self.weights[f"{name}.attention.{part}"] for part in (
+        """Compute the gated delta rule token by token, head by head (arXiv:2412.06464, equation 10).
+
+        In Kimi Delta Attention (arXiv:2510.26692, equations 1 and 10), each row of the state decays by itself.
+        """
+        model, own = self.model, {part: self.weights.get(f"{name}.attention.{part}") for part in (
             "query", "key", "value", "gate", "write", "decay", "out", "query_filter", "key_filter", "value_filter", "decay_rate",
-            "time_step", "norm.output")}  # fmt: skip
+            "time_step", "norm.output", "gate_down", "decay_down")}  # fmt: skip
+        kimi = model.linear_kind == "kimi_delta"
+        gate_LN = (x_LH @ own["gate_down"] if kimi else x_LH) @ own["gate"]
+        decay_LN = (x_LH @ own["decay_down"] if kimi else x_LH) @ own["decay"]
+        step_LN = torch.log1p(torch.exp(decay_LN + own["time_step"]))
         heads = model.linear_heads or model.heads
         group, width = heads // (model.linear_key_heads or heads), model.linear_key_dim or model.head_dim
         value_dim, mixed = model.linear_value_dim or width, {}
@@ -208,14 +215,14 @@ class Plain:
             for i in range(len(x_LH)):
                 q, k = (mixed[part][i, shared * width : (shared + 1) * width] for part in ("query", "key"))
                 q, k = (x / torch.sqrt((x * x).sum() + 1e-6) for x in (q, k))
-                step = torch.log1p(torch.exp(x_LH[i] @ own["decay"][:, head] + own["time_step"][head]))
-                keeps = torch.exp(-torch.exp(own["decay_rate"][head]) * step)
-                state_DE = state_DE * (keeps if self._start(i, segment_L) < i else 0.0)
+                step_D = step_LN[i, head * width : (head + 1) * width] if kimi else step_LN[i, head].expand(width)
+                keeps_D = torch.exp(-torch.exp(own["decay_rate"][head]) * step_D)
+                state_DE = torch.diag(keeps_D) @ state_DE if self._start(i, segment_L) < i else torch.zeros_like(state_DE)
                 writes = torch.sigmoid(x_LH[i] @ own["write"][:, head])
                 state_DE = state_DE + torch.outer(k, writes * (mixed["value"][i, own_values] - k @ state_DE))
                 read = self._unit(q @ state_DE / math.sqrt(width)) * own["norm.output"]
-                gate = x_LH[i] @ own["gate"][:, own_values]
-                rows.append(read * gate * torch.sigmoid(gate))
+                gate = gate_LN[i, own_values]
+                rows.append(read * torch.sigmoid(gate) * (1.0 if kimi else gate))
             outs.append(torch.stack(rows))
         return torch.cat(outs, dim=1) @ own["out"]
 

@@ -29,7 +29,7 @@ from tests.gate import examples
 
 
 # Totals as the models' makers state them (those of Moonlight and Qwen3-Next without embedding and head). DeepSeek's is that of
-# deepseek-moe-16b-base.
+# deepseek-moe-16b-base, and Kimi Linear's that of the class in transformers (its makers say 48 B).
 @pytest.mark.parametrize(
     ("preset", "total"),
     [
@@ -56,6 +56,7 @@ from tests.gate import examples
         ("Trinity-Mini", 26.1e9),
         ("Granite-3.1-3B-A800M", 3.3e9),
         ("Qwen3-Next-80B-A3B", 79e9 + 2 * 151936 * 2048),
+        ("Kimi-Linear-48B-A3B", 49.12e9),
     ],
 )
 def test_parameter_totals(preset, total):
@@ -92,6 +93,7 @@ PUBLISHED = {
     "Trinity-Mini": (32, 30, 2048, 32, 4, 128, 6144, 1024, 128, 8, 1024, 200192, True),
     "Granite-3.1-3B-A800M": (32, 32, 1536, 24, 8, 64, None, 512, 40, 8, 0, 49155, True),
     "Qwen3-Next-80B-A3B": (48, 48, 2048, 16, 2, 256, None, 512, 512, 10, 512, 151936, True),
+    "Kimi-Linear-48B-A3B": (27, 26, 2304, 32, 32, 192, 9216, 1024, 256, 8, 1024, 163840, True),
     "Hy3": (80, 79, 4096, 64, 8, 128, 13312, 1536, 192, 8, 1536, 120832, True),
 }
 

@@ -33,6 +33,14 @@ _MODELS: dict[str, dict[str, Any]] = {
         "windows": ["linear", "full"], **_SIZES, "linear_taps": 1, "latent_rank": 10, "kv_heads": 8, "rope_dim": 2,
         "norms": "both", "residual_scale": 0.5, "moe_every": 2,
     },
+    "kimi": {
+        "windows": ["linear", "full"], "linear_kind": "kimi_delta", "linear_heads": 4, "linear_key_dim": 5, "latent_rank": 10,
+        "kv_heads": 8, "rope_dim": 2, "full_positions": "none", "dense_first": 1, "shared_hidden": 16,
+        "router": {"score": "sigmoid", "normalize": True, "scale": 2.5, "bias_rate": 0.01},
+    },
+    "kimi-shared": {
+        "windows": ["linear"], "linear_kind": "kimi_delta", **_SIZES, "linear_taps": 2, "mtp_depth": 1, "norm": "zero_rmsnorm",
+    },
 }  # fmt: skip
 _SCHEDULES: dict[str, dict[str, Any]] = {
     "whole": {},

@@ -7,7 +7,7 @@ from foldray.errors import UserError
 from foldray.tables import find_row
 from trainers.hugging_face.family import Family, value_at
 from trainers.hugging_face.names import Tensor, columns_together, mlp
-from trainers.hugging_face.with_latent import WITH_LATENT
+from trainers.hugging_face.with_latent import KIMI_AS_WRITTEN, WITH_LATENT
 from trainers.hugging_face.with_sigmoid import WITH_SIGMOID
 from trainers.hugging_face.with_softmax import WITH_SOFTMAX
 
@@ -30,8 +30,9 @@ WITHIN: tuple[Family, ...] = (
     ),
     _QWEN35._replace(block=mlp("shared_expert", stack=True), holds=".mlp.experts.gate_up_proj"),  # as released
     _QWEN35,  # as transformers writes it
+    KIMI_AS_WRITTEN,
 )  # fmt: skip
-"""Families whose text models are read. They leave as one of the families above."""
+"""Families whose text models are read, or which name their tensors otherwise. They leave as one of the families above."""
 
 
 def named_family(name: str | None) -> Family | None:

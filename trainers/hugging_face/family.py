@@ -85,7 +85,8 @@ class Family(NamedTuple):
         keys = {ours: theirs for ours, theirs in {**_KEYS, **self.keys}.items() if ours != _BALANCE}
         equal = {ours: config[theirs] for ours, theirs in keys.items() if theirs in config}
         width = {"head_dim": head_dim(config)}
-        model = {**equal, **width, **_rope_model({**config, **width}), **self.model_more(config)}
+        rope = _rope_model({**config, **width}) if config.get("rope_parameters") else {}
+        model = {**equal, **width, **rope, **self.model_more(config)}
         if "latent_rank" not in self.keys:
             _drop_scale(model["rope_scaling"])
         return _nested(model)
@@ -172,7 +173,7 @@ _ONLY: dict[str, Sequence[Any]] = {
     "expert_bias": [False], "attention_sinks": [False],
     "query_growth": [0.0], "full_positions": ["rope"], "window_rope_theta": [None], "attention_scale": [None],
     "embedding_scale": [1.0], "residual_scale": [1.0], "logit_scale": [1.0], "shared_gate": [False], "mtp_depth": [0],
-    "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"],
+    "qk_norm": ["none"], "attention_bias": ["none"], "rope_pairs": ["halves"], "linear_kind": ["gated_delta"],
 }  # fmt: skip
 
 

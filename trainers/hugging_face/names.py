@@ -158,6 +158,25 @@ def part_by_part(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
     yield from _delta_rule(model, theirs, ours)
 
 
+def kimi_delta(model: ModelSpec, theirs: str, ours: str) -> Iterator[Tensor]:
+    """Yield the tensors of a block's linear attention as Kimi Linear has them, each part in its own."""
+    spec = model.linear
+    assert spec
+    for letter, part in (("q", "query"), ("k", "key"), ("v", "value")):
+        place, shape = (slice(None), 0), (spec.mixed[part], 1, model.linear_taps)
+        yield Tensor(f"{theirs}.{letter}_proj.weight", f"{ours}.{part}", True)
+        yield Tensor(f"{theirs}.{letter}_conv1d.weight", f"{ours}.{part}_filter", True, place=place, shape=shape)
+    for letter, part in (("f", "decay"), ("g", "gate")):
+        yield Tensor(f"{theirs}.{letter}_a_proj.weight", f"{ours}.{part}_down", True)
+        yield Tensor(f"{theirs}.{letter}_b_proj.weight", f"{ours}.{part}", True)
+    yield Tensor(f"{theirs}.b_proj.weight", f"{ours}.write", True)
+    place, shape = (0, 0, slice(None), 0), (1, 1, spec.heads, 1)
+    yield Tensor(f"{theirs}.A_log", f"{ours}.decay_rate", place=place, shape=shape)
+    yield Tensor(f"{theirs}.dt_bias", f"{ours}.time_step")
+    yield Tensor(f"{theirs}.o_norm.weight", f"{ours}.norm.output")
+    yield Tensor(f"{theirs}.o_proj.weight", f"{ours}.out", True)
+
+
 NORMS = {
     "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
     "after": {"attention_after": "post_attention_layernorm", "ffn_after": "post_feedforward_layernorm"},

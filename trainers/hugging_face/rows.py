@@ -103,15 +103,20 @@ def linear_types(model: ModelSpec) -> Values:
     }  # fmt: skip
 
 
-def linear_windows(config: Values) -> Values:
-    """Return the keys of `model` for blocks that see everything or have linear attention."""
+def windows_with_linear(config: Values) -> Values:
+    """Return the key of `model` for the windows of blocks that see everything or have linear attention."""
     types = config["layer_types"]
     if "linear_attention" not in types or set(types) - {"full_attention", "linear_attention"}:
         raise ValueError(f"says layer_types={sorted(set(types))}, and foldray reads full_attention with linear_attention only")
     windows = [kind.removesuffix("_attention") for kind in types]
     every = next(n for n in range(1, len(windows) + 1) if windows == [windows[layer % n] for layer in range(len(windows))])
+    return {"windows": windows[:every]}
+
+
+def linear_windows(config: Values) -> Values:
+    """Return the keys of `model` for blocks that see everything or have linear attention."""
     return {
-        "windows": windows[:every], "linear_heads": config["linear_num_value_heads"],
+        **windows_with_linear(config), "linear_heads": config["linear_num_value_heads"],
         "linear_key_heads": config["linear_num_key_heads"], "linear_key_dim": config["linear_key_head_dim"],
         "linear_value_dim": config["linear_value_head_dim"], "linear_taps": config["linear_conv_kernel_dim"],
     }  # fmt: skip

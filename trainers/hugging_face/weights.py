@@ -145,8 +145,8 @@ class Weights:
     @property
     def _families(self) -> Sequence[Family]:
         if self.own is None:
-            return (*FAMILIES, *WITHIN, *DENSE)
-        return (self.own, *(family for family in WITHIN if family.leaves == self.own.model_type))
+            return (*WITHIN, *FAMILIES, *DENSE)
+        return (*(family for family in WITHIN if family.leaves == self.own.model_type), self.own)
 
     def kept(self) -> dict[str, Any]:
         """Return the section `export` of a recipe: what the folder says of its model beside the weights.

@@ -6,19 +6,23 @@ from collections.abc import Iterator
 
 from foldray.blueprint import ModelSpec
 from trainers.hugging_face.family import Family, Need, Values, rope_config
-from trainers.hugging_face.names import SCORE_BIAS, mlp
+from trainers.hugging_face.names import SCORE_BIAS, Tensor, kimi_delta, mlp
 from trainers.hugging_face.rows import (
     BY_SCORES,
     SOFTMAX,
     before_topk,
     blocks_of_types,
     expert_groups,
+    full_or_linear,
+    full_without_positions,
     mlp_types,
     normalized,
     sees_everything,
     shared_experts,
     shares_experts,
     weighs_to_one,
+    windows_of,
+    windows_with_linear,
 )
 
 # DeepSeek: latent attention, shared experts, and groups of experts. The norms of narrow vectors add a number of their own.
@@ -126,6 +130,50 @@ def _mistral_model(config: Values) -> Values:
     }  # fmt: skip
 
 
+# Kimi Linear: Kimi Delta Attention in most blocks. The others have the attention of DeepSeek-V3, and know no positions.
+
+
+def _kimi_needs(model: ModelSpec) -> Iterator[Need]:
+    yield "latent_rank", model.latent_rank > 0, ["at least 1"]
+    yield "latent_norm_eps", (model.latent_norm_eps or model.norm_eps) == _NARROW_EPS, [_NARROW_EPS]
+    yield shares_experts(model)
+    yield full_or_linear(model)
+    yield full_without_positions(model)
+    if spec := model.linear:
+        yield "linear_key_heads", spec.kv_heads == spec.heads, [spec.heads]
+        yield "linear_value_dim", spec.value_dim == spec.key_dim, [spec.key_dim]
+
+
+def _kimi_config(model: ModelSpec) -> Values:
+    spec, windows = model.linear, windows_of(model)
+    assert spec
+    numbers = {kind: [block for block, window in enumerate(windows, 1) if window == kind] for kind in ("full", "linear")}
+    linear = {
+        "full_attn_layers": numbers["full"], "kda_layers": numbers["linear"], "head_dim": spec.key_dim, "num_heads": spec.heads,
+        "short_conv_kernel_size": model.linear_taps,
+    }  # fmt: skip
+    return {
+        "q_lora_rank": model.latent_query_rank or None, "qk_nope_head_dim": model.head_dim - (model.rope_dim or 0),
+        "num_shared_experts": model.shared_hidden // model.expert_hidden, "linear_attn_config": linear,
+    }  # fmt: skip
+
+
+def _kimi_model(config: Values) -> Values:
+    heads, width = config["linear_num_heads"], config["linear_head_dim"]
+    return {
+        **_deepseek_model(config), **blocks_of_types(config), **windows_with_linear(config), "full_positions": "none",
+        "linear_kind": "kimi_delta", "linear_heads": heads, "linear_key_dim": width,
+        "linear_taps": config["linear_conv_kernel_dim"], "router.score": "sigmoid",
+    }  # fmt: skip
+
+
+_KIMI_MIXTURE = mlp("shared_experts", SCORE_BIAS, part="block_sparse_moe", matrices=("w1", "w3", "w2"))
+
+
+def _kimi_block(model: ModelSpec, layer: int) -> Iterator[Tensor]:
+    return (_KIMI_MIXTURE if model.is_moe(layer) else mlp())(model, layer)
+
+
 _DEEPSEEK: dict[str, str | None] = {
     "topk": "num_experts_per_tok", "experts": "n_routed_experts", "expert_hidden": "moe_intermediate_size",
     "ffn_hidden": "intermediate_size", "dense_first": "first_k_dense_replace", "router.scale": "routed_scaling_factor",
@@ -156,4 +204,15 @@ WITH_LATENT = (
         SOFTMAX | {"router.scale": None, "moe_every": [1], "rope_pairs": ["halves", "interleaved"], "query_growth": None},
         mlp("shared_experts", stack=True), _mistral_needs, _mistral_config, _mistral_model,
     ),
+    Family(
+        "kimi_linear", "KimiLinearForCausalLM",
+        _DEEPSEEK | {"topk": "num_experts_per_token", "experts": "num_experts", "router.normalize": "moe_renormalize",
+                     "router.groups": "num_expert_group", "router.topk_groups": "topk_group"},
+        {"attention_bias": False, "mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"},
+        BY_SCORES | _ANY | {"moe_every": [1], "linear_kind": ["kimi_delta"], "full_positions": None,
+                            "rope_pairs": ["halves", "interleaved"]},
+        _kimi_block, _kimi_needs, _kimi_config, _kimi_model, called={".linear_attn.": ".self_attn."}, linear=kimi_delta,
+    ),
 )  # fmt: skip
+KIMI_AS_WRITTEN = WITH_LATENT[-1]._replace(block=_KIMI_MIXTURE, holds=".block_sparse_moe.gate_proj.weight", leaves="kimi_linear")
+"""Kimi Linear as transformers writes it: dense networks have the names of mixtures."""

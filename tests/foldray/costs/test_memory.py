@@ -195,6 +195,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "linear, wide states": {"windows": ["linear"], "linear_heads": 1, "linear_key_dim": 256},
     "all linear, further tokens": {"windows": ["linear"], "mtp_depth": 1, "moe_every": 2},
+    "a decay of columns, no positions": {
+        "windows": ["linear", "full"],
+        "linear_kind": "kimi_delta",
+        "linear_key_dim": 24,
+        "latent_rank": 40,
+        "kv_heads": 8,
+        "rope_dim": 4,
+        "full_positions": "none",
+    },
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }
 

@@ -27,6 +27,7 @@ MODEL = ModelSpec(
     shared_hidden=32,
 )  # fmt: skip
 LINEAR = {"windows": ("linear", "full"), "linear_key_heads": 4, "linear_key_dim": 16, "norm": "zero_rmsnorm"}
+KIMI = {"windows": ("linear", "full"), "linear_kind": "kimi_delta", "linear_key_dim": 16}
 JOB = Job(MODEL, 256, 16)
 FOLDS = [
     (Fold(8, tp=2, ep=4), 1),
@@ -48,10 +49,11 @@ def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
 
 @pytest.mark.gate(1)
 @pytest.mark.parametrize("length", [256, 1024])
+@pytest.mark.parametrize("kind", [LINEAR, KIMI], ids=["linear", "kimi"])
 @pytest.mark.parametrize("fold", [Fold(8, tp=2, cp=2, ep=8), Fold(8, cp=4, ep=2)], ids=str)
-def test_planned_bytes_of_states_are_counted_bytes(fold: Fold, length: int) -> None:
+def test_planned_bytes_of_states_are_counted_bytes(fold: Fold, kind: dict, length: int) -> None:
     """Linear attention sends maps of states and the last tokens of chunks, whatever the length of sequences."""
-    _check(Candidate(Job(MODEL.model_copy(update=LINEAR), length, 16), fold, micro_batch=2, zero=1))
+    _check(Candidate(Job(MODEL.model_copy(update=kind), length, 16), fold, micro_batch=2, zero=1))
 
 
 def test_only_keys_and_values_grow_with_sequences() -> None:

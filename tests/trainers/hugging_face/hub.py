@@ -132,6 +132,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": _DEEPSEEK["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
         "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
     },
+    "kimi-linear-48b-a3b": _PLAIN | {
+        "architectures": ["KimiLinearForCausalLM"], "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+        "bos_token_id": 163584, "eos_token_id": 163586, "first_k_dense_replace": 1, "head_dim": 72, "hidden_size": 2304,
+        "intermediate_size": 9216, "kv_lora_rank": 512, "mla_use_nope": True, "model_max_length": 1048576,
+        "model_type": "kimi_linear", "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1, "num_experts": 256,
+        "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32, "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1, "pad_token_id": 163839, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "topk_group": 1,
+        "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+            "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        },
+    },
     "glm-4.7-flash": _DEEPSEEK | {
         "architectures": ["Glm4MoeLiteForCausalLM"], "first_k_dense_replace": 1, "hidden_size": 2048,
         "intermediate_size": 10240, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
@@ -223,7 +238,10 @@ _SMALL = {
     "intermediate_size": 40, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32, "num_experts": 8,
     "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2, "moe_k": 2,
     "kv_lora_rank": 20, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6,
-    "first_k_dense_replace": 1, "moe_layer_end_index": 2, "sliding_window": 8,
+    "first_k_dense_replace": 1, "moe_layer_end_index": 2, "sliding_window": 8, "num_experts_per_token": 2, "pad_token_id": 0,
+    "linear_attn_config": {
+        "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 6, "num_heads": 4, "short_conv_kernel_size": 4,
+    },
 }  # fmt: skip
 
 
@@ -241,7 +259,8 @@ def small(name: str) -> dict[str, Any]:
 # The tensors of a family, one a line: in which blocks they are, their names in the block, and their shapes. `*` is every expert.
 # The letters: V vocabulary, H width, D width of a head, Q and K those of all queries and keys, E experts, I the inner width of a
 # dense network, M of an expert, S of all shared experts. Of latent attention: A and C narrow vectors of queries and of keys and
-# values, B all keys and values, O all values, T a narrow vector C with the columns that turn.
+# values, B all keys and values, O all values, T a narrow vector C with the columns that turn. Of Kimi's linear attention (kda): F
+# a head, L all heads.
 _ENDS = """
 - model.embed_tokens.weight V H
 - model.norm.weight H
@@ -309,6 +328,29 @@ next eh_proj.weight H 2H
 next shared_head.norm.weight H
 next shared_head.head.weight V H
 """
+_KIMI = """
+kda self_attn.q_proj.weight L H
+kda self_attn.k_proj.weight L H
+kda self_attn.v_proj.weight L H
+kda self_attn.q_conv1d.weight L 1 4
+kda self_attn.k_conv1d.weight L 1 4
+kda self_attn.v_conv1d.weight L 1 4
+kda self_attn.A_log 1 1 4 1
+kda self_attn.dt_bias L
+kda self_attn.f_a_proj.weight F H
+kda self_attn.f_b_proj.weight L F
+kda self_attn.b_proj.weight 4 H
+kda self_attn.g_a_proj.weight F H
+kda self_attn.g_b_proj.weight L F
+kda self_attn.o_norm.weight F
+kda self_attn.o_proj.weight H L
+full self_attn.q_proj.weight Q H
+moe block_sparse_moe.gate.weight E H
+moe block_sparse_moe.gate.e_score_correction_bias E
+moe block_sparse_moe.experts.*.w1.weight M H
+moe block_sparse_moe.experts.*.w2.weight H M
+moe block_sparse_moe.experts.*.w3.weight M H
+"""
 _SCORES = "moe mlp.gate.e_score_correction_bias E\n"
 _OLD = "all self_attn.rotary_emb.inv_freq D\n"
 TENSORS = {
@@ -347,6 +389,7 @@ moe mlp.experts.down_proj_bias E H
     "deepseek_v2": _ENDS + _LATENT + "all self_attn.q_proj.weight Q H" + _MLP + _EXPERTS + _SHARED,
     "deepseek_v3": _ENDS + _LATENT + _NARROW_QUERIES + _MLP + _EXPERTS + _SHARED + _SCORES + _NEXT,
     "kimi_k2": _ENDS + _LATENT + _NARROW_QUERIES + _MLP + _EXPERTS + _SHARED + _SCORES,
+    "kimi_linear": _ENDS + _LATENT.replace("all", "full") + _KIMI + _MLP + _SHARED.replace("mlp", "block_sparse_moe"),
     "glm4_moe_lite": _ENDS + _LATENT + _NARROW_QUERIES + _MLP + _EXPERTS + _SHARED + _SCORES + _NEXT,
     "dots1": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS + _SHARED + _SCORES,
     "solar_open": _ENDS + _ATTENTION + _EXPERTS + _SHARED + _SCORES,
@@ -374,6 +417,7 @@ moe block_sparse_moe.output_linear.weight E H I
     "qwen2": _ENDS.replace("- lm_head.weight V H", "") + _ATTENTION + _BIASES + _MLP,
     "qwen3": _ENDS + _ATTENTION + _HEAD_NORMS + _MLP,
 }  # fmt: skip
+TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # These have the values of another tensor, if they are there.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -400,16 +444,16 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     head, heads, latent = config.get("head_dim", 12), 4, "kv_lora_rank" in config
     firsts = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     first = next((config[key] for key in firsts if key in config), 0)
-    blocks = {"all": [0, 1, 2], "dense": [*range(first)], "moe": [*range(first, 3)], "next": [3]}
+    blocks = {"all": [0, 1, 2], "dense": [*range(first)], "moe": [*range(first, 3)], "next": [3], "kda": [0, 1], "full": [2]}
     if config.get("num_nextn_predict_layers") and "moe_k" not in config:
         blocks |= {"all": [0, 1, 2, 3], "moe": [*blocks["moe"], 3]}
-    if not any(key in config for key in ("num_experts_per_tok", "moe_k")):
+    if not any(key in config for key in TOPK):
         blocks |= {"dense": [0, 1, 2]}
     shared = next((config[key] for key in _SHARED_COUNTS if config.get(key)), 0)
     size = {
         "V": 320, "H": 48, "2H": 96, "D": head, "Q": heads * (18 if latent else head), "K": config["num_key_value_heads"] * head,
         "E": 8, "I": 40, "2I": 80, "M": 24, "S": config.get("shared_expert_intermediate_size", 24 * shared), "A": 12, "C": 20,
-        "B": heads * (10 + 6), "T": 20 + 8, "O": heads * 6, "1": 1, "4": heads,
+        "B": heads * (10 + 6), "T": 20 + 8, "O": heads * 6, "1": 1, "4": heads, "F": 6, "L": 24,
     }  # fmt: skip
     found: dict[str, tuple[int, ...]] = {}
     for line in filter(None, TENSORS[config["model_type"]].splitlines()):

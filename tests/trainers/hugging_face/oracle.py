@@ -7,6 +7,7 @@ there, so that results can be compared to the last digits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,10 @@ LINEAR = {
 }  # fmt: skip
 NEXT = QWEN2 | LINEAR
 QWEN35 = {key: value for key, value in NEXT.items() if key not in ("intermediate_size", "mlp_only_layers", "norm_topk_prob")}
+KIMI: dict[str, Any] = {key: value for key, value in GLM_LITE.items() if key not in ("n_routed_experts", "rope_parameters")} | {
+    "num_local_experts": 8, "linear_head_dim": 6, "linear_num_heads": 4, "q_lora_rank": None, "pad_token_id": None,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 FLEX = OLMOE | {"pad_token_id": None, "eos_token_id": None}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
@@ -107,6 +112,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
     ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
     ("Mistral4", MISTRAL), ("Afmoe", TRINITY), ("FlexOlmo", FLEX), ("Qwen3Next", NEXT), ("Qwen3_5Moe", QWEN35),
+    ("KimiLinear", KIMI),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -152,6 +158,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1, "rms_norm_eps": 1e-3,
     }),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
+    ("KimiLinear", KIMI | {
+        "q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3,
+        "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 2, "rms_norm_eps": 1e-3, "layer_types": None,
+    }),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]
 
@@ -169,7 +179,18 @@ def saved(folder: Path, family: str, sizes: dict[str, Any], **options: Any) -> A
         ):  # they begin as ones and zeros
             tensor.data += torch.randn_like(tensor) / 4
     made.save_pretrained(folder, **options)
+    as_released(folder)
     return loaded(folder)
+
+
+def as_released(folder: Path) -> None:
+    """Name dense networks of Kimi Linear as released folders do. transformers writes them under the name of mixtures."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    if json.loads((folder / "config.json").read_text())["model_type"] == "kimi_linear":
+        dense = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+        save_file({dense.sub("mlp", name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 def loaded(folder: Path) -> Any:
@@ -228,6 +249,7 @@ def by_our_names(made: Any, recipe: Recipe, folder: Path, gradients: bool = Fals
         for parameter in made.parameters():
             parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     made.save_pretrained(folder)
+    as_released(folder)
     if gradients:
         for parameter, value in zip(made.parameters(), kept, strict=True):
             parameter.data = value

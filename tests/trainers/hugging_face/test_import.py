@@ -120,7 +120,7 @@ def test_what_import_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
 def test_a_model_as_hubs_have_it(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
     """Its logits are those of transformers, and so is the weight of its balance loss."""
     config, path = hub.written(tmp_path / "hub", name), tmp_path / "recipe.yaml"
-    dense = hub.CONFIGS[name].keys().isdisjoint(["num_experts_per_tok", "moe_k"])
+    dense = hub.CONFIGS[name].keys().isdisjoint(hub.TOPK)
     more = ["--upcycle", "4"] if dense else []
     assert main(["import-hf", str(tmp_path / "hub"), str(path), "--tokenizer", "byte", "--json", *more]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
