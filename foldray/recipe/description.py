@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from foldray.blueprint import ModelSpec, Ownership, Strict, smallest_slice
 from foldray.errors import UserError
@@ -53,12 +53,22 @@ class Description(Strict):
     engine: EngineSpec = EngineSpec()
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of weights and activations. `bfloat16` halves their memory and traffic; gradient sums
-    and the optimizer stay in float32. `float64` is for checks, with `engine.kind: torch`."""
+    and the optimizer stay in float32. `float64` is for checks, with `engine.kind: torch`. There is
+    no float16, which has fewer exponents: small gradients would be lost without a factor on the
+    loss."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()
     tune: TuneSpec = TuneSpec()
     export: ExportSpec = ExportSpec()
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _has_the_exponents_of_float32(cls, given: Any) -> Any:
+        if given in ("float16", "fp16", "half"):
+            rule = "has too few exponents for gradients without a factor on the loss; bfloat16 has those of float32"
+            raise UserError("precision", given, rule, ["float32", "bfloat16", "float64"])
+        return given
 
     @model_validator(mode="before")
     @classmethod

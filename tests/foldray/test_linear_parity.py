@@ -83,14 +83,16 @@ def test_chunks_shorter_than_what_the_convolution_sees(ranks, model: str, docume
     _check(ranks, make_recipe(4, {"cp": 4}, model=_MODELS[model], schedule={"recompute": again}), documents)
 
 
+@pytest.mark.gate(4)
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
-def test_any_number_of_slices_equals_plain_torch(ranks, degree: int) -> None:
+@pytest.mark.parametrize("model", ["mixed", "kimi"])
+def test_any_number_of_slices_equals_plain_torch(ranks, model: str, degree: int) -> None:
     schedule = {"kind": "stream", "degree": degree} if degree > 1 else {}
-    _check(ranks, make_recipe(1, {}, model=_MODELS["mixed"], schedule=schedule))
+    _check(ranks, make_recipe(1, {}, model=_MODELS[model], schedule=schedule))
 
 
 @pytest.mark.gate(2)
-@pytest.mark.parametrize("model", ["all", "mixed", "further"])
+@pytest.mark.parametrize("model", ["all", "mixed", "further", "kimi"])
 @pytest.mark.parametrize("schedule", ["whole", "two-again", "four", "uneven"])
 @pytest.mark.parametrize(("world", "fold"), [(1, {}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2, "ep": 2}), (2, {"pp": 2})], ids=str)
 def test_documents_begin_with_nothing(ranks, world: int, fold: dict, schedule: str, model: str) -> None:
@@ -108,6 +110,7 @@ def test_sharded_optimizers_equal_plain_torch(ranks, world: int, fold: dict, zer
 
 @pytest.mark.parametrize(("model", "key"), [
     ({"windows": ["full"], "linear_heads": 4}, "linear_heads"),
+    ({"windows": ["full"], "linear_kind": "kimi_delta"}, "linear_kind"),
     ({"windows": ["linear"], "linear_heads": 4, "linear_key_heads": 3}, "linear_key_heads"),
     ({"windows": ["linear"], "norm": "zero_rmsnorm", "latent_rank": 10, "kv_heads": 8, "rope_dim": 2}, "norm"),
 ])  # fmt: skip

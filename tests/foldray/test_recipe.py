@@ -166,7 +166,9 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     # choices
     ("optimizer.kind=adam", "optimizer.kind=adam", "legal: adamw, sgd, muon"),
     ("optimizer.decay=exponential", "optimizer.decay", "legal: cosine, linear, constant"),
-    ("precision=float16", "precision", "legal: float32, bfloat16, float64"),
+    ("precision=float16", "precision=float16", "bfloat16 has those of float32; legal: float32, bfloat16, float64"),
+    ("precision=half", "precision=half", "has too few exponents for gradients"),
+    ("precision=float8", "precision=float8", "is not a legal value; legal: float32, bfloat16, float64"),
     ("engine.kind=megatron", "engine.kind", "legal: deepspeed, torch"),
     ("engine.zero=3", "engine.zero=3", "legal: 0, 1, 2"),
     ("schedule.kind=random", "schedule.kind", "is not a legal value; legal: auto, sequential"),

@@ -82,13 +82,16 @@ class Family(NamedTuple):
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:
                 raise ValueError(f"says {key}={config[key]}, and foldray reads {value} only")
+        for key, value in config.items():
+            if key.endswith(("dropout", "pdrop")) and value:
+                raise ValueError(f"says {key}={value}, and foldray trains without dropout; write 0 there to leave it out")
         keys = {ours: theirs for ours, theirs in {**_KEYS, **self.keys}.items() if ours != _BALANCE}
         equal = {ours: config[theirs] for ours, theirs in keys.items() if theirs in config}
         width = {"head_dim": head_dim(config)}
         rope = _rope_model({**config, **width}) if config.get("rope_parameters") else {}
         model = {**equal, **width, **rope, **self.model_more(config)}
         if "latent_rank" not in self.keys:
-            _drop_scale(model["rope_scaling"])
+            _drop_scale(model.get("rope_scaling"))
         return _nested(model)
 
     def balance(self, config: Values, model: ModelSpec) -> tuple[Any, str]:
@@ -166,7 +169,7 @@ _SCALED = {
 _BALANCE, _COEFFICIENT = "router.balance_loss", "router_aux_loss_coef"
 _FIXED: Values = {"hidden_act": "silu", "output_router_logits": False}
 # These say how transformers trains a model, and not what it computes.
-_OF_TRAINING = {"output_router_logits", "attention_dropout", "router_jitter_noise"}
+_OF_TRAINING = {"output_router_logits", "router_jitter_noise"}
 _ONLY: dict[str, Sequence[Any]] = {
     "norm": ["rmsnorm"], "norms": ["before"], "attention_gate": ["none"], "positions": ["rope"], "ffn": ["gated_silu"],
     "router.scale": [1.0], "router.groups": [1], "router.selection_bias": [False], "router.logit_bias": [False],

@@ -82,6 +82,7 @@ def token_by_token(given: Inputs, within_BS: Tensor | None) -> tuple[Tensor, Ten
     )
 
 
+@pytest.mark.gate(10)
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("length", LENGTHS)
 @COLUMNS

@@ -19,23 +19,31 @@ MODEL: dict[str, Any] = {
     "qk_norm": "head", "attention_gate": "element",
 }  # fmt: skip
 
+KIMI: dict[str, Any] = {
+    "linear_kind": "kimi_delta", "latent_rank": 10, "kv_heads": 8, "rope_dim": 2, "full_positions": "none", "norm": "rmsnorm",
+    "qk_norm": "none", "attention_gate": "none",
+}  # fmt: skip
+
 
 def made(**changes: Any) -> Transformer:
     return model_of(dtype=torch.float64, **{**MODEL, **changes})
 
 
 @pytest.mark.parametrize("slices", [[75, 75], [1, 149], [64, 64, 22], [100] + [1] * 50, [3, 2, 1, 70, 74]], ids=str)
-@pytest.mark.parametrize("taps", [1, 4, 6])
-def test_a_cache_gives_what_whole_sequences_give(slices: list[int], taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{"linear_taps": 1}, {}, {"linear_taps": 6}, KIMI], ids=["1", "4", "6", "kimi"])
+def test_a_cache_gives_what_whole_sequences_give(
+    slices: list[int], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "_LEAST", 6)  # so slices end where there is no more room
-    model, text = made(linear_taps=taps), tokens(2, LENGTH)
+    model, text = made(**changes), tokens(2, LENGTH)
     growing = Cache(model, sequences=2)
     found = torch.cat([model.head_logits(growing.extend(part)) for part in text.split(slices, dim=1)], dim=1)
     torch.testing.assert_close(found, model.logits(text), atol=1e-10, rtol=1e-10)
 
 
-def test_a_cache_of_states_does_not_grow() -> None:
-    model = made(windows=["linear"], layers=1)
+@pytest.mark.parametrize("kind", ["gated_delta", "kimi_delta"])
+def test_a_cache_of_states_does_not_grow(kind: str) -> None:
+    model = made(windows=["linear"], layers=1, linear_kind=kind)
     growing, held = Cache(model), []
     for number, part in enumerate(tokens(1, 40).split(1, dim=1)):
         growing.extend(part)
@@ -53,9 +61,10 @@ def _numbers(growing: Cache) -> int:
     return sum(storages.values())
 
 
-def test_documents_are_as_if_they_stood_alone() -> None:
+@pytest.mark.parametrize("changes", [{}, KIMI], ids=["gated", "kimi"])
+def test_documents_are_as_if_they_stood_alone(changes: dict[str, Any]) -> None:
     lengths = (1, 2, 61, 3, 64, 19)
-    model, text = made(), tokens(1, sum(lengths))
+    model, text = made(**changes), tokens(1, sum(lengths))
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     packed = model.head_logits(model.hidden(Batch(text, text, numbers)))
     alone = torch.cat([model.logits(part) for part in text.split(lengths, dim=1)], dim=1)
