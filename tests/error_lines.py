@@ -43,7 +43,7 @@ ROWS = (
     Row(FOLD, "train quickstart fold.ep=3", "`foldray explain` draws a fold, or names the nearest legal ones."),
     Row(FOLD, "train quickstart fold.ep=4 cluster.workers=12"),
     Row(FOLD, "explain --world-size 12 --tp 8 --ep 3"),
-    Row(FOLD, "train quickstart fold.tp=2 model.kv_heads=1"),
+    Row(FOLD, "train quickstart fold.tp=2 model.heads=3 model.kv_heads=3"),
     Row(FOLD, "train quickstart fold.cp=2 data.seq_len=127"),
     Row(FOLD, "train quickstart training.global_batch=9", "With `cluster.min_workers`, shares may be uneven."),
     Row(MODEL, "train quickstart model.preset=mixtral"),

@@ -106,6 +106,7 @@ class AttentionSpec(NamedTuple):
         growth: how queries grow with their position; None without it.
         gate: what of the heads' outputs the sigmoid of a product of the block's input weighs: nothing, each head, or each column.
         linear: linear attention; None without it.
+        copies: neighbouring TP ranks that have the same key/value head, because there are fewer of these heads than ranks.
     """
 
     heads: int
@@ -122,6 +123,7 @@ class AttentionSpec(NamedTuple):
     growth: GrowthSpec | None = None
     gate: AttentionGate = "none"
     linear: LinearSpec | None = None
+    copies: int = 1
 
     @property
     def queries(self) -> int:
@@ -201,7 +203,12 @@ class AttentionSpec(NamedTuple):
         return find_window(self.window)
 
     def cut(self, tp: int) -> AttentionSpec:
-        return self._replace(heads=self.heads // tp, kv_heads=self.kv_heads // tp)
+        copies = self.copied(tp)
+        return self._replace(heads=self.heads // tp, kv_heads=self.kv_heads * copies // tp, copies=copies)
+
+    def copied(self, tp: int) -> int:
+        """Return how many TP ranks have the same key/value head. Then every rank has the weights of all these heads."""
+        return 1 if self.linear else max(1, tp // self.kv_heads)
 
 
 class FeedForwardSpec(NamedTuple):

@@ -65,7 +65,8 @@ class ModelSpec(Strict):
     it."""
     kv_heads: Heads
     """Number of key/value heads; it must divide `heads`. Fewer (grouped-query attention) make keys
-    and values smaller in memory and on the network."""
+    and values smaller in memory and on the network. `fold.tp` must divide it, or be a multiple of
+    it: then workers have copies."""
     head_dim: Heads
     """Size of a head. Keys and values grow with it. heads × head_dim may differ from `hidden`."""
     value_dim: Heads | None = None

@@ -149,7 +149,7 @@ class Ownership:
         attention, moe = seat.get("attention"), seat.get("moe")
         held, held_experts = _standing(self.stages, attention), _standing(self.expert_stages, moe)
         experts = self.experts(rank) if moe else range(0)
-        for spec in parameter_table(self.model):
+        for spec in parameter_table(self.model, self.fold.tp):
             if spec.expert is None:
                 if attention and self._is_held(spec, held):
                     pieces[spec.name] = _cut(spec, attention["tp"], self.fold.tp)
@@ -238,7 +238,7 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
     linear = model.linear
     rules = [
         ("tp", "heads", True),
-        ("tp", "kv_heads", True),
+        ("tp", "kv_heads", fold.tp % model.kv_heads > 0 or model.qk_norm == "all"),  # a multiple of ranks copies heads
         ("tp", "linear_heads", linear is not None),
         ("tp", "linear_key_heads", linear is not None),
         ("tp", "ffn_hidden", model.has_dense),
@@ -251,8 +251,10 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
         if linear and field.startswith("linear"):
             whole = linear.heads if field == "linear_heads" else linear.kv_heads
         if applies and whole % size:
-            legal = [d for d in divisors(fold.world_size) if whole % d == 0]
-            raise UserError(f"fold.{axis}", size, f"must divide model.{field}={whole}", legal)
+            copies = field == "kv_heads" and model.qk_norm != "all"
+            legal = [d for d in divisors(fold.world_size) if whole % d == 0 or (copies and d % whole == model.heads % d == 0)]
+            rule = f"must divide model.{field}={whole}" + ", or be a multiple of it" * copies
+            raise UserError(f"fold.{axis}", size, rule, legal)
     if model.expert_bias and fold.etp > 1:
         raise UserError("fold.etp", fold.etp, "cannot cut experts that have biases (model.expert_bias)", [1])
     if model.vocab % fold.tp:

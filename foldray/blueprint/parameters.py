@@ -69,19 +69,23 @@ class ParameterSpec:
         return len(self.shape) == 2 and self.op not in (EMBED, HEAD) and not self.name.endswith(_FILTERS)
 
 
-def parameter_table(model: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Return all parameters of the model, in the order in which forward uses them."""
+def parameter_table(model: ModelSpec, tp: int = 1) -> tuple[ParameterSpec, ...]:
+    """Return all parameters of the model, in the order in which forward uses them.
+
+    If more than one of `tp` ranks has the same key/value head, each has the weights of all these heads: each adds the gradient
+    of its own queries, as for other weights that every rank has whole.
+    """
     std, vocabulary = model.init_std, (model.vocab, model.hidden)
     table = [ParameterSpec("embedding.weight", vocabulary, -1, EMBED, cut=0, init=std)]
     if model.positions == "learned":
         table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, EMBED, "replicated", init=std))
     for layer in range(model.layers):
-        table += _block(model, layer)
+        table += _block(model, layer, tp)
     table += _norm(model, "final_norm", model.layers - 1, HEAD)
     if not model.tied_embeddings:
         table.append(ParameterSpec("head.weight", vocabulary, model.layers - 1, HEAD, cut=0, init=std))
     for layer in model.all_layers[model.layers :]:
-        table += _prediction(model, layer)
+        table += _prediction(model, layer, tp)
     return tuple(table)
 
 
@@ -123,7 +127,7 @@ def _attention_count(spec: AttentionSpec, hidden: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def count_by_op(model: ModelSpec) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
+def count_by_op(model: ModelSpec, tp: int = 1) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
     """Return the number of elements that the ops of one block compute with, by kind of op and block.
 
     A value is (elements that are cut among ranks, elements that each rank has whole). The block of the embedding and of the
@@ -131,7 +135,7 @@ def count_by_op(model: ModelSpec) -> Mapping[tuple[str, BlockSpec | None], tuple
     """
     first: dict[tuple[str, BlockSpec | None], int] = {}
     counts: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
-    for spec in parameter_table(model):
+    for spec in parameter_table(model, tp):
         key = spec.op, None if spec.op in (EMBED, HEAD) else model.block(spec.layer)
         if key[1] is None or first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
             cut, whole = counts.get(key, (0, 0))
@@ -140,14 +144,16 @@ def count_by_op(model: ModelSpec) -> Mapping[tuple[str, BlockSpec | None], tuple
 
 
 @lru_cache(maxsize=16)
-def hidden_matrices(model: ModelSpec) -> Mapping[tuple[str, BlockSpec], Mapping[tuple[GradientClass, int, int], int]]:
+def hidden_matrices(
+    model: ModelSpec, tp: int = 1
+) -> Mapping[tuple[str, BlockSpec], Mapping[tuple[GradientClass, int, int], int]]:
     """Return the matrices that Muon updates (`ParameterSpec.is_hidden_matrix`), by kind of op and block.
 
     A matrix is (gradient class, inputs, outputs) → number of such matrices in one block of the kind.
     """
     first: dict[tuple[str, BlockSpec], int] = {}
     matrices: dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]] = {}
-    for spec in parameter_table(model):
+    for spec in parameter_table(model, tp):
         if spec.is_hidden_matrix:
             key = spec.op, model.block(spec.layer)
             if first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
@@ -155,7 +161,7 @@ def hidden_matrices(model: ModelSpec) -> Mapping[tuple[str, BlockSpec], Mapping[
     return matrices
 
 
-def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
+def _block(model: ModelSpec, layer: int, tp: int) -> list[ParameterSpec]:
     name, std, hidden, block = f"blocks.{layer}", model.init_std, model.hidden, model.block(layer)
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up (GPT-2's scaled initialisation)
     attention, moe = block.attention, block.moe
@@ -163,10 +169,12 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION) if before else []
     for part, width in attention.downs.items():
         rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, "replicated", init=std))
+    copied = ("key", "value") if attention.copied(tp) > 1 else ()
     for part, (inside, width) in attention.inputs.items():
-        rows.append(ParameterSpec(f"{name}.attention.{part}", (inside or hidden, width), layer, ATTENTION, cut=1, init=std))
+        kind: tuple[GradientClass, int | None] = ("replicated", None) if part in copied else ("dense", 1)
+        rows.append(ParameterSpec(f"{name}.attention.{part}", (inside or hidden, width), layer, ATTENTION, *kind, init=std))
     rows.append(ParameterSpec(f"{name}.attention.out", (attention.outputs, hidden), layer, ATTENTION, cut=0, init=out_std))
-    rows += _attention_vectors(model, attention, f"{name}.attention", layer)
+    rows += _attention_vectors(model, attention, f"{name}.attention", layer, ("out", *copied))
     if attention.sinks:
         rows.append(ParameterSpec(f"{name}.attention.sinks", (attention.heads,), layer, ATTENTION, cut=0, init=std))
     rows += _norm(model, f"{name}.attention_after", layer, ATTENTION) if after else []
@@ -188,18 +196,20 @@ def _block(model: ModelSpec, layer: int) -> list[ParameterSpec]:
     return rows + (_norm(model, f"{name}.ffn_after", layer, FFN if block.dense else MERGE) if after else [])
 
 
-def _prediction(model: ModelSpec, layer: int) -> list[ParameterSpec]:
+def _prediction(model: ModelSpec, layer: int, tp: int) -> list[ParameterSpec]:
     """Return the parameters of a block of multi-token prediction. Rows of the projection are those of the embedding, then those
     of the hidden state, as in DeepSeek-V3's checkpoint."""
     name, both = f"blocks.{layer}.mtp", (2 * model.hidden, model.hidden)
     rows = [row for part in ("embedding_norm", "hidden_norm") for row in _norm(model, f"{name}.{part}", layer, ATTENTION)]
     rows.append(ParameterSpec(f"{name}.projection", both, layer, ATTENTION, "replicated", init=model.init_std))
-    return [*rows, *_block(model, layer), *_norm(model, f"{name}.final_norm", layer, HEAD)]
+    return [*rows, *_block(model, layer, tp), *_norm(model, f"{name}.final_norm", layer, HEAD)]
 
 
-def _attention_vectors(model: ModelSpec, spec: AttentionSpec, name: str, layer: int) -> list[ParameterSpec]:
+def _attention_vectors(
+    model: ModelSpec, spec: AttentionSpec, name: str, layer: int, whole: tuple[str, ...]
+) -> list[ParameterSpec]:
     """Return biases and norms of heads, and what linear attention has of each head or column. TP cuts those with a number for
-    each column of the heads."""
+    each column of the heads, but not the biases of the parts that are `whole`."""
     rows = []
     for part, width in spec.mixed.items():
         assert spec.linear
@@ -209,7 +219,7 @@ def _attention_vectors(model: ModelSpec, spec: AttentionSpec, name: str, layer: 
     for kind_of, width in decays.items():
         rows.append(ParameterSpec(f"{name}.{kind_of}", (width,), layer, ATTENTION, cut=0, init=kind_of))
     for part, width in _bias_widths(spec, model.hidden).items():
-        kind: tuple[GradientClass, int | None] = ("replicated", None) if part == "out" else ("dense", 0)
+        kind: tuple[GradientClass, int | None] = ("replicated", None) if part in whole else ("dense", 0)
         rows.append(ParameterSpec(f"{name}.{part}_bias", (width,), layer, ATTENTION, *kind, 0.0))
     for part, width in _norm_widths(spec).items():
         kind = ("dense", 0) if spec.norm == "all" else ("replicated", None)

@@ -130,8 +130,8 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     if spec.linear:
         return _linear(rank, spec, n, again, sliced)
     model, fold, b = rank.model, rank.fold, rank.device.bytes
-    tokens, queries, outputs = n * fold.tp, spec.queries / fold.tp, spec.outputs / fold.tp
-    keys_and_values = (spec.keys + spec.values) / fold.tp
+    tokens, queries, outputs, local = n * fold.tp, spec.queries / fold.tp, spec.outputs / fold.tp, spec.cut(fold.tp)
+    keys_and_values = local.keys + local.values
     memory = tokens * fold.cp * keys_and_values * b if sliced else 0.0
     if again:
         return memory
@@ -144,7 +144,7 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     normed = spec.norm != "none"
     made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
     if normed:
-        made += queries + (keys_and_values if sliced else spec.keys / fold.tp)
+        made += queries + (keys_and_values if sliced else local.keys)
     if spec.gates:  # what the heads put out before the gate, and its sigmoid
         made += outputs + spec.gates / fold.tp
     return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations

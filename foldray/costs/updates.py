@@ -136,7 +136,7 @@ def matrices(rank: RankCosts, content: Content) -> list[Matrices]:
     shapes: dict[str, Counter] = {}
     for block, count in content.blocks:
         for kind in kinds_with_weights(block):
-            for (name, *shape), number in hidden_matrices(rank.model).get((kind, block), {}).items():
+            for (name, *shape), number in hidden_matrices(rank.model, rank.fold.tp).get((kind, block), {}).items():
                 local = number / (rank.fold.ep if name == "expert" else 1)
                 shapes.setdefault(name, Counter())[tuple(shape)] += count * local  # type: ignore[assignment]
     cutters = {"dense": "tp", "replicated": None, "expert": "etp"}

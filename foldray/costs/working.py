@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, FeedForwardSpec
+from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.costs.candidate import Content
 from foldray.costs.device import FLOAT32
 from foldray.costs.hardware import counts
@@ -31,7 +31,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     total = 2 * rows * row * (fold.ep > 1)
     total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.cuts_attention:
-        widths = [block.attention.keys + block.attention.values for block in rank.job.blocks if not block.attention.linear]
+        widths = [_keys_and_values(rank, block.attention) for block in rank.job.blocks if not block.attention.linear]
         total += FLOAT32 * slicing.length * rank.sequences * fold.cp * max(widths, default=0)
     if rank.zero == 3:
         by_kind = [[count for (of, _), count in rank.weights.items() if of == kind] for kind in (ATTENTION, EXPERT)]
@@ -101,8 +101,13 @@ def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance:
     """
     if rank.fold.cp == 1 or slicing.cuts_attention or block.attention.linear:
         return 0.0
-    numbers = slicing.length * rank.sequences * (block.attention.keys + block.attention.values)
+    numbers = slicing.length * rank.sequences * _keys_and_values(rank, block.attention)
     return numbers * (2 if rank.job.context == "ring" else rank.fold.cp) * (rank.device.bytes + FLOAT32)
+
+
+def _keys_and_values(rank: RankCosts, spec: AttentionSpec) -> int:
+    """Return the width of the keys and values of all TP ranks, several of which may have the same ones."""
+    return (spec.keys + spec.values) * spec.copied(rank.fold.tp)
 
 
 def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:

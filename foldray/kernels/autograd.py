@@ -175,32 +175,42 @@ def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
         sum_MN += a_MK @ b_KN
 
 
-def product(x: Tensor, weight: nn.Parameter, later: Later, transposed: bool = False) -> Tensor:
-    """Return x @ weight, or x @ weight.T if `transposed`: [..., in] → [..., out]."""
+def product(x: Tensor, weight: nn.Parameter, later: Later, transposed: bool = False, columns: slice | None = None) -> Tensor:
+    """Return x @ weight, or x @ weight.T if `transposed`: [..., in] → [..., out].
+
+    Args:
+        columns: the columns of the weight that are used; None is all.
+    """
     leave = later.leaver(weight)
     if leave is None:
-        return x @ (weight.t() if transposed else weight)
-    return _Product.apply(x, weight, leave, transposed)
+        return x @ _used(weight, transposed, columns)
+    return _Product.apply(x, weight, leave, transposed, columns)
+
+
+def _used(weight: Tensor, transposed: bool, columns: slice | None) -> Tensor:
+    weight = weight if columns is None else weight[:, columns]
+    return weight.t() if transposed else weight
 
 
 class _Product(torch.autograd.Function):
     """A product whose backward leaves the gradient of the weight for later. Both gradients have the bits of autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, leave: Leave, transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, leave: Leave, transposed: bool, columns: slice | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.leave, ctx.transposed = leave, transposed
-        return x @ (weight.t() if transposed else weight)
+        ctx.leave, ctx.transposed, ctx.columns = leave, transposed, columns
+        return x @ _used(weight, transposed, columns)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (x, weight), transposed = ctx.saved_tensors, ctx.transposed
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x, weight), transposed, columns = ctx.saved_tensors, ctx.transposed, ctx.columns
         x = x.detach()  # with its history, it would keep the whole graph of the op
 
         def add(total: Tensor) -> None:
             x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
+            total = total if columns is None else total[:, columns]
             add_product(total, *((dy_TO.t(), x_TI) if transposed else (x_TI.t(), dy_TO)))
 
         ctx.leave(add)
-        return dy @ (weight if transposed else weight.t()), None, None, None
+        return dy @ _used(weight, not transposed, columns), None, None, None, None

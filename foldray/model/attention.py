@@ -288,27 +288,34 @@ def whole_attention(q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSV: torch.Te
 class HeadAttention(SoftmaxAttention):
     """Attention whose queries, keys and values come from one product with `qkv` [H, N·D + G·(D + V)], as does a gate.
 
-    `qkv_bias` and `norm` are None if the model has none.
+    `qkv_bias` and `norm` are None if the model has none. If several TP ranks have the same key/value head, `qkv` [H, N·D] makes
+    queries and the gate alone, and `key` and `value` are those of all heads, [H, …], whose own columns this rank uses.
     """
 
     def _make(self, model: ModelSpec) -> None:
         super()._make(model)
         share = self.share
-        width = share.queries + share.keys + share.values
-        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, width + share.gates))
-        self.qkv_bias = nn.Parameter(self.out.new_empty(width)) if share.bias != "none" else None
+        width, biased, copied = share.queries + share.keys + share.values, share.bias != "none", share.copies > 1
+        self.qkv = nn.Parameter(self.out.new_empty(model.hidden, (share.queries if copied else width) + share.gates))
+        self.qkv_bias = nn.Parameter(self.out.new_empty(share.queries if copied else width)) if biased else None
+        if copied:
+            widths = self.tensor.size // share.copies * share.keys, self.tensor.size // share.copies * share.values
+            self.key, self.value = (nn.Parameter(self.out.new_empty(model.hidden, width)) for width in widths)
+            self.key_bias, self.value_bias = (nn.Parameter(self.out.new_empty(width)) if biased else None for width in widths)
         self.norm = HeadNorms(share, model, self.tensor) if share.norm != "none" else None
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         x_BSH, share, gate_BNSE = gather_sequence(x_BsH, self.tensor), self.share, None
-        product_BSW = product(x_BSH, self.qkv, self.later)
+        product_BSW, qkv_bias = product(x_BSH, self.qkv, self.later), self.qkv_bias
         if share.gates:
             product_BSW, gate_BSW = product_BSW.tensor_split((product_BSW.shape[-1] - share.gates,), dim=-1)
             gate_BNSE = _by_head(gate_BSW, share.heads).transpose(1, 2)
-        if (split := self._split_rotated(product_BSW, place)) is not None:
+        if share.copies > 1:
+            product_BSW, qkv_bias = self._with_copies(x_BSH, product_BSW)
+        if (split := self._split_rotated(product_BSW, qkv_bias, place)) is not None:
             return split
-        if self.qkv_bias is not None:
-            product_BSW = product_BSW + self.qkv_bias
+        if qkv_bias is not None:
+            product_BSW = product_BSW + qkv_bias
         q_BSND, k_BSGD, v_BSGV = (
             part.unflatten(-1, (part.shape[-1] // width, width))
             for part, width in zip(
@@ -327,7 +334,21 @@ class HeadAttention(SoftmaxAttention):
                 v_BSGV = v_BSGV.contiguous()
         return Projected(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2), gate_BNSE)
 
-    def _split_rotated(self, product_BSW: torch.Tensor, place: Place) -> Projected | None:
+    def _with_copies(self, x_BSH: torch.Tensor, q_BSW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the products and biases of queries, and of this rank's key/value head, which other ranks have as well."""
+        head, share = self.tensor.index // self.share.copies, self.share
+        keys, values = (slice(head * width, (head + 1) * width) for width in (share.keys, share.values))
+        k_BSW, v_BSW = (
+            product(x_BSH, weight, self.later, columns=own) for weight, own in ((self.key, keys), (self.value, values))
+        )
+        bias = None
+        if self.qkv_bias is not None:
+            assert self.key_bias is not None
+            assert self.value_bias is not None
+            bias = torch.cat((self.qkv_bias, self.key_bias[keys], self.value_bias[values]))
+        return torch.cat((q_BSW, k_BSW, v_BSW), dim=-1), bias
+
+    def _split_rotated(self, product_BSW: torch.Tensor, qkv_bias: torch.Tensor | None, place: Place) -> Projected | None:
         """Do what follows the product in one kernel for GPUs; None if it cannot."""
         share = self.share
         if share.rope is None or share.rope.interleaved or self.norm is not None or share.key_dim != share.value_dim:
@@ -335,13 +356,15 @@ class HeadAttention(SoftmaxAttention):
         if share.growth is not None or share.gates or not fused.fits(product_BSW):
             return None
         heads, turn = fused.Heads(share.heads, share.kv_heads, share.key_dim), place.rotation(share.rope, product_BSW.dtype)
-        found = fused.split_rotate(product_BSW, self.qkv_bias, turn.cos_SR, turn.sin_SR, heads, share.scale)
+        found = fused.split_rotate(product_BSW, qkv_bias, turn.cos_SR, turn.sin_SR, heads, share.scale)
         return Projected(*(part.transpose(1, 2) for part in found))
 
     def parts(self) -> Parts:
-        widths = {part: width for part, (_, width) in self.share.inputs.items()}
+        own = ("key", "value") if self.share.copies > 1 else ()
+        widths = {part: width for part, (_, width) in self.share.inputs.items() if part not in own}
         biases = columns({f"{part}_bias": width for part, width in widths.items() if part != "gate"}, before=())
-        whole: Parts = {name: [(name, ())] for name in ("out", "out_bias", "sinks")}
+        names = ("out", "out_bias", "sinks", *own, *(f"{part}_bias" for part in own))
+        whole: Parts = {name: [(name, ())] for name in names}
         return {"qkv": columns(widths), "qkv_bias": biases, **whole}
 
 

@@ -129,7 +129,8 @@ def legal_folds(model: ModelSpec, seq_len: int, gpus: int, pins: Mapping[str, in
 
     def cuts_heads(tp: int) -> bool:
         dense = model.ffn_hidden if model.has_dense else 0
-        whole = [model.heads, model.kv_heads, dense, model.shared_hidden, model.vocab]
+        shared = model.qk_norm != "all" and tp % model.kv_heads == 0  # several ranks have the same key/value head
+        whole = [model.heads, 0 if shared else model.kv_heads, dense, model.shared_hidden, model.vocab]
         whole += [model.linear.heads, model.linear.kv_heads] if model.linear else []
         return not any(size % tp for size in whole)
 

@@ -98,6 +98,25 @@ def test_clipping_decay_and_momentum_do_not_depend_on_the_fold(ranks) -> None:
     _check(ranks, recipe, False)
 
 
+@pytest.mark.gate(3)
+@pytest.mark.parametrize("options", [
+    {}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart", "recompute": ["attention"]}},
+    {"optimizer": {"clip": 0.05}, "engine": {"kind": "torch", "zero": 2}},
+], ids=["whole", "slices", "clipped"])  # fmt: skip
+@pytest.mark.parametrize("model", [
+    {}, {"qk_norm": "head", "attention_bias": "all", "attention_gate": "element", "value_dim": 6, "mtp_depth": 1},
+], ids=["plain", "biases"])  # fmt: skip
+@pytest.mark.parametrize(("world", "fold", "heads"), [
+    (2, {"tp": 2}, 1), (4, {"tp": 4}, 1), (4, {"tp": 4, "ep": 2, "etp": 2}, 2), (4, {"tp": 2, "cp": 2, "ep": 2}, 1),
+    (4, {"tp": 2, "pp": 2}, 1),
+], ids=str)  # fmt: skip
+def test_ranks_with_the_same_key_head_equal_one_process(
+    ranks, world: int, fold: dict[str, int], heads: int, model: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """There are fewer key/value heads than TP ranks, so ranks have copies of their weights, and parts of their gradients."""
+    _check(ranks, make_recipe(world, fold, model={"kv_heads": heads, **model}, **options), False)
+
+
 _GROUPED = [
     (1, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"cp": 2, "ep": 2}), (2, {"pp": 2}), (4, {"ep": 4}), (4, {"etp": 4}),
     (4, {"tp": 2, "cp": 2, "ep": 4}), (4, {"tp": 4, "ep": 2, "etp": 2}), (4, {"pp": 2, "cp": 2, "etp": 2}),

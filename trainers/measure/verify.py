@@ -218,7 +218,7 @@ def small(recipe: Recipe) -> Recipe:
     values["training"].update(micro_batch=micro_batch, global_batch=fold.dp * micro_batch * 2 * fold.pp)
     values["model"].update(
         preset=None, layers=sum(sizes) if sizes else layers, dense_first=dense, moe_every=every, hidden=64,
-        heads=fold.tp * min(model.heads // model.kv_heads, 2), kv_heads=fold.tp, head_dim=8, topk=topk,
+        heads=fold.tp * min(model.heads // model.kv_heads, 2), kv_heads=min(fold.tp, model.kv_heads), head_dim=8, topk=topk,
         experts=fold.ep * max(math.ceil(topk / fold.ep), min(model.experts // fold.ep, 4)),
         expert_hidden=fold.etp * 16, ffn_hidden=fold.tp * 32, shared_hidden=fold.tp * 16 if model.shared_hidden else 0,
         vocab=fold.tp * 64, max_positions=length, init_std=0.1, rope_dim=model.rope_dim and 4,

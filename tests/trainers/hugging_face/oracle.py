@@ -160,7 +160,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
     ("KimiLinear", KIMI | {
         "q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3,
-        "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 2, "rms_norm_eps": 1e-3, "layer_types": None,
+        "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 2, "rms_norm_eps": 1e-3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
     }),
 ]  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate((*FAMILIES, *VARIANTS))]

@@ -252,7 +252,7 @@ BAD = {
     ),
     "another activation": (lambda hub: changed(hub, hidden_act="gelu"), "its config.json says hidden_act=gelu, and foldray"),
     "dropout": (
-        lambda hub: changed(hub, attention_dropout=0.1), "says attention_dropout=0.1, and foldray trains without dropout; write 0",
+        lambda hub: changed(hub, attention_dropout=0.1), "says attention_dropout=0.1, and foldray trains without dropout; write",
     ),
     "more experts": (lambda hub: changed(hub, num_local_experts=8), "has no tensor model.layers.0.block_sparse_moe.experts.4."),
     "another family": (lambda hub: changed(hub, model_type="olmoe", num_experts=4), "experts.0.w1.weight, which the recipe's"),
