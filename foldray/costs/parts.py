@@ -146,7 +146,7 @@ def linear_flops(local: AttentionSpec, tokens: int) -> LinearFlops:
     """Return the FLOPs of the products of chunks (`kernels/delta.py`) of this rank's heads."""
     chunk, keys, values = min(LINEAR_CHUNK, tokens), local.key_dim, local.value_dim
     # With a decay of each column, each head of values has scores of its own, of earlier tokens only.
-    scores = 2 * chunk * keys * local.kv_heads if local.decays == local.heads else chunk * keys * local.heads
+    scores = 2 * chunk * keys * local.kv_heads if local.decays == local.heads else (chunk - 1) * keys * local.heads
     # The triangular system has half of a product's FLOPs. Then W · S, and K · U.
     solved = chunk * (keys + values) + 4 * keys * values
     read = 2 * keys * values + 2 * chunk * values
@@ -216,6 +216,7 @@ class AttentionParts(Parts):
             yield self._travel("cp", self.network.gather("cp", every))
         for kind, count in runs:
             kernels = count * (counts().kernels[kind] + chunks * counts().kernels[f"{kind}_chunk"])
+            kernels += count * counts().kernels["columns"] * (local.decays > local.heads)
             # Backward has twice as many kernels as forward, behind those that run again.
             yield Work(COMPUTE, "launch", self.device.launches(times * kernels), calls=times * kernels)
         factors = self.model.residual_scale != 1

@@ -171,7 +171,7 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
     if latent:
         more |= {"latent_rank": 10, "latent_query_rank": chance.choice([0, 6]), "kv_heads": heads, "rope_dim": 2}
         more |= {"qk_norm": "none", "attention_bias": "none", "positions": "rope", "attention_gate": "none"}
-        more |= {"full_positions": "rope", "window_rope_theta": None, "latent_norm_eps": chance.choice([None, 1e-2])}
+        more["latent_norm_eps"] = chance.choice([None, 1e-2])
     return {
         "shared_gate": shared > 0 and chance.random() < 0.5,
         "attention_sinks": chance.random() < 0.3, "expert_bias": chance.random() < 0.3,

@@ -286,7 +286,7 @@ def test_constants_stand_within_their_bounds() -> None:
 def test_every_op_that_computes_starts_kernels() -> None:
     computing = {name for name, row in OP_KINDS.items() if row.travels is None and name != STAGE}
     once, wire = {f"once_{kind}" for kind in ("route", "expert", "merge", "inside")}, {"narrow", "scaled"}
-    linear = {"linear", "linear_chunk", "map", "map_chunk"}
+    linear = {"linear", "linear_chunk", "map", "map_chunk", "columns"}
     assert set(counts().kernels) == computing | {"part", "head_norm", "expert_bias"} | once | wire | linear
 
 
