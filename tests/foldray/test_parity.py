@@ -104,7 +104,7 @@ def test_clipping_decay_and_momentum_do_not_depend_on_the_fold(ranks) -> None:
     {"optimizer": {"clip": 0.05}, "engine": {"kind": "torch", "zero": 2}},
 ], ids=["whole", "slices", "clipped"])  # fmt: skip
 @pytest.mark.parametrize("model", [
-    {}, {"qk_norm": "head", "attention_bias": "all", "attention_gate": "element", "value_dim": 6, "mtp_depth": 1},
+    {}, {"qk_norm": "head", "attention_bias": "all", "attention_gate": "element", "value_dim": 6},
 ], ids=["plain", "biases"])  # fmt: skip
 @pytest.mark.parametrize(("world", "fold", "heads"), [
     (2, {"tp": 2}, 1), (4, {"tp": 4}, 1), (4, {"tp": 4, "ep": 2, "etp": 2}, 2), (4, {"tp": 2, "cp": 2, "ep": 2}, 1),
