@@ -198,7 +198,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a decay of columns, no positions": {
         "windows": ["linear", "full"],
         "linear_kind": "kimi_delta",
-        "linear_key_dim": 24,
+        "linear_heads": 2,
+        "linear_key_dim": 8,
+        "linear_value_dim": 48,
         "latent_rank": 40,
         "kv_heads": 8,
         "rope_dim": 4,
