@@ -234,7 +234,7 @@ class AttentionParts(Parts):
         numbers = mixed * (4 + 3 * local.linear.taps) + 3 * local.outputs
         numbers += local.heads * (8 * LINEAR_CHUNK + 6 * (local.key_dim + local.value_dim))
         if local.decays > local.heads:  # each halving of a chunk multiplies queries and keys by their decays
-            numbers += 10 * math.log2(LINEAR_CHUNK) * local.decays
+            numbers += 10 * (LINEAR_CHUNK.bit_length() - 1) * local.decays
         return self._memory(times * wide * numbers * max(FLOAT32, self.device.bytes))
 
     def _project(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:

@@ -306,7 +306,8 @@ class HeadAttention(SoftmaxAttention):
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         x_BSH, share, gate_BNSE = gather_sequence(x_BsH, self.tensor), self.share, None
-        product_BSW, qkv_bias = product(x_BSH, self.qkv, self.later), self.qkv_bias
+        product_BSW = product(x_BSH, self.qkv, self.later)
+        qkv_bias: torch.Tensor | None = self.qkv_bias
         if share.gates:
             product_BSW, gate_BSW = product_BSW.tensor_split((product_BSW.shape[-1] - share.gates,), dim=-1)
             gate_BNSE = _by_head(gate_BSW, share.heads).transpose(1, 2)

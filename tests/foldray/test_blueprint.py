@@ -416,7 +416,7 @@ def test_a_slice_that_cannot_be_cut_names_the_slices() -> None:
     ("fold", "model", "field", "rule", "legal"),
     [
         ({"tp": 8}, {"heads": 12, "kv_heads": 12}, "fold.tp", "must divide model.heads=12", [1, 2, 4]),
-        ({"tp": 8}, {"kv_heads": 4}, "fold.tp", "must divide model.kv_heads=4", [1, 2, 4]),
+        ({"tp": 8}, {"kv_heads": 4, "qk_norm": "all"}, "fold.tp", "must divide model.kv_heads=4", [1, 2, 4]),
         ({"tp": 4}, {"ffn_hidden": 18}, "fold.tp", "must divide model.ffn_hidden=18", [1, 2]),
         ({"tp": 8}, {"shared_hidden": 12}, "fold.tp", "must divide model.shared_hidden=12", [1, 2, 4]),
         ({"ep": 8}, {"experts": 12}, "fold.ep", "must divide model.experts=12", [1, 2, 4]),

@@ -190,7 +190,7 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     (
         "model={preset: tiny-gpt, full_positions: none}",
         "model.full_positions",
-        "needs positions=rope, and no latent_rank; legal: rope",
+        "needs positions=rope; legal: rope",
     ),
     ("model={preset: tiny-gpt, window_rope_theta: 50}", "model.window_rope_theta", "needs positions=rope"),
     ("model={preset: deepseek-v2-lite, attention_gate: head}", "model.attention_gate", "does not go with latent_rank"),
