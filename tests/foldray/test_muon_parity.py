@@ -75,6 +75,15 @@ def test_every_fold_equals_torch(
 
 
 @pytest.mark.gate(1)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_ranks_with_the_same_key_head_equal_torch(ranks: Any, heads: int, zero: int) -> None:
+    """Their matrices of keys and values are whole."""
+    sections = {"training": {"micro_batch": BATCH // 2}, "engine": {"kind": "torch", "zero": zero}}
+    check(ranks, make_recipe(4, {"tp": 4, "ep": 2, "etp": 2}, model={"kv_heads": heads}, optimizer=MUON, **sections))
+
+
+@pytest.mark.gate(1)
 @pytest.mark.parametrize(
     ("world", "fold", "placement", "zero"),
     [
