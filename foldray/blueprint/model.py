@@ -329,6 +329,10 @@ class ModelSpec(Strict):
         expert = FeedForwardSpec(self.expert_hidden, self.ffn, self.expert_bias)
         return make_block(attention, None, MixtureSpec(self.experts, self.topk, expert, shared, self.shared_gate), mtp, after)
 
+    def copies_keys(self, tp: int) -> bool:
+        """Whether several of so many TP ranks have the same key/value head (`AttentionSpec.copies`)."""
+        return tp > self.kv_heads
+
     @property
     def linear(self) -> AttentionSpec | None:
         """The attention of linear blocks; None if there is none."""

@@ -149,7 +149,7 @@ class Ownership:
         attention, moe = seat.get("attention"), seat.get("moe")
         held, held_experts = _standing(self.stages, attention), _standing(self.expert_stages, moe)
         experts = self.experts(rank) if moe else range(0)
-        for spec in parameter_table(self.model, self.fold.tp):
+        for spec in parameter_table(self.model, self.model.copies_keys(self.fold.tp)):
             if spec.expert is None:
                 if attention and self._is_held(spec, held):
                     pieces[spec.name] = _cut(spec, attention["tp"], self.fold.tp)

@@ -69,23 +69,24 @@ class ParameterSpec:
         return len(self.shape) == 2 and self.op not in (EMBED, HEAD) and not self.name.endswith(_FILTERS)
 
 
-def parameter_table(model: ModelSpec, tp: int = 1) -> tuple[ParameterSpec, ...]:
+def parameter_table(model: ModelSpec, copies: bool = False) -> tuple[ParameterSpec, ...]:
     """Return all parameters of the model, in the order in which forward uses them.
 
-    If more than one of `tp` ranks has the same key/value head, each has the weights of all these heads: each adds the gradient
-    of its own queries, as for other weights that every rank has whole.
+    Args:
+        copies: whether several TP ranks have the same key/value head (`ModelSpec.copies_keys`). Each then has the weights of all
+            these heads, and adds the gradient of its own queries, as for other weights that every rank has whole.
     """
     std, vocabulary = model.init_std, (model.vocab, model.hidden)
     table = [ParameterSpec("embedding.weight", vocabulary, -1, EMBED, cut=0, init=std)]
     if model.positions == "learned":
         table.append(ParameterSpec("positions.weight", (model.max_positions, model.hidden), -1, EMBED, "replicated", init=std))
     for layer in range(model.layers):
-        table += _block(model, layer, tp)
+        table += _block(model, layer, copies)
     table += _norm(model, "final_norm", model.layers - 1, HEAD)
     if not model.tied_embeddings:
         table.append(ParameterSpec("head.weight", vocabulary, model.layers - 1, HEAD, cut=0, init=std))
     for layer in model.all_layers[model.layers :]:
-        table += _prediction(model, layer, tp)
+        table += _prediction(model, layer, copies)
     return tuple(table)
 
 
@@ -127,7 +128,7 @@ def _attention_count(spec: AttentionSpec, hidden: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def count_by_op(model: ModelSpec, tp: int = 1) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
+def count_by_op(model: ModelSpec, copies: bool = False) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
     """Return the number of elements that the ops of one block compute with, by kind of op and block.
 
     A value is (elements that are cut among ranks, elements that each rank has whole). The block of the embedding and of the
@@ -135,7 +136,7 @@ def count_by_op(model: ModelSpec, tp: int = 1) -> Mapping[tuple[str, BlockSpec |
     """
     first: dict[tuple[str, BlockSpec | None], int] = {}
     counts: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
-    for spec in parameter_table(model, tp):
+    for spec in parameter_table(model, copies):
         key = spec.op, None if spec.op in (EMBED, HEAD) else model.block(spec.layer)
         if key[1] is None or first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
             cut, whole = counts.get(key, (0, 0))
@@ -145,7 +146,7 @@ def count_by_op(model: ModelSpec, tp: int = 1) -> Mapping[tuple[str, BlockSpec |
 
 @lru_cache(maxsize=16)
 def hidden_matrices(
-    model: ModelSpec, tp: int = 1
+    model: ModelSpec, copies: bool = False
 ) -> Mapping[tuple[str, BlockSpec], Mapping[tuple[GradientClass, int, int], int]]:
     """Return the matrices that Muon updates (`ParameterSpec.is_hidden_matrix`), by kind of op and block.
 
@@ -153,7 +154,7 @@ def hidden_matrices(
     """
     first: dict[tuple[str, BlockSpec], int] = {}
     matrices: dict[tuple[str, BlockSpec], Counter[tuple[GradientClass, int, int]]] = {}
-    for spec in parameter_table(model, tp):
+    for spec in parameter_table(model, copies):
         if spec.is_hidden_matrix:
             key = spec.op, model.block(spec.layer)
             if first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
@@ -161,7 +162,7 @@ def hidden_matrices(
     return matrices
 
 
-def _block(model: ModelSpec, layer: int, tp: int) -> list[ParameterSpec]:
+def _block(model: ModelSpec, layer: int, copies: bool) -> list[ParameterSpec]:
     name, std, hidden, block = f"blocks.{layer}", model.init_std, model.hidden, model.block(layer)
     out_std = std / math.sqrt(2 * model.layers)  # residual branches add up (GPT-2's scaled initialisation)
     attention, moe = block.attention, block.moe
@@ -169,7 +170,7 @@ def _block(model: ModelSpec, layer: int, tp: int) -> list[ParameterSpec]:
     rows = _norm(model, f"{name}.attention_norm", layer, ATTENTION) if before else []
     for part, width in attention.downs.items():
         rows.append(ParameterSpec(f"{name}.attention.{part}", (hidden, width), layer, ATTENTION, "replicated", init=std))
-    copied = ("key", "value") if attention.copied(tp) > 1 else ()
+    copied = ("key", "value") if copies and not attention.linear else ()
     for part, (inside, width) in attention.inputs.items():
         kind: tuple[GradientClass, int | None] = ("replicated", None) if part in copied else ("dense", 1)
         rows.append(ParameterSpec(f"{name}.attention.{part}", (inside or hidden, width), layer, ATTENTION, *kind, init=std))
@@ -196,13 +197,13 @@ def _block(model: ModelSpec, layer: int, tp: int) -> list[ParameterSpec]:
     return rows + (_norm(model, f"{name}.ffn_after", layer, FFN if block.dense else MERGE) if after else [])
 
 
-def _prediction(model: ModelSpec, layer: int, tp: int) -> list[ParameterSpec]:
+def _prediction(model: ModelSpec, layer: int, copies: bool) -> list[ParameterSpec]:
     """Return the parameters of a block of multi-token prediction. Rows of the projection are those of the embedding, then those
     of the hidden state, as in DeepSeek-V3's checkpoint."""
     name, both = f"blocks.{layer}.mtp", (2 * model.hidden, model.hidden)
     rows = [row for part in ("embedding_norm", "hidden_norm") for row in _norm(model, f"{name}.{part}", layer, ATTENTION)]
     rows.append(ParameterSpec(f"{name}.projection", both, layer, ATTENTION, "replicated", init=model.init_std))
-    return [*rows, *_block(model, layer, tp), *_norm(model, f"{name}.final_norm", layer, HEAD)]
+    return [*rows, *_block(model, layer, copies), *_norm(model, f"{name}.final_norm", layer, HEAD)]
 
 
 def _attention_vectors(

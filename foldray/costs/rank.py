@@ -212,7 +212,8 @@ class RankCosts(AttentionParts, MixtureParts):
     def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
         """`weights` as (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank holds whole)."""
         parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
-        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in count_by_op(self.model, self.fold.tp).items()}
+        elements = count_by_op(self.model, self.model.copies_keys(self.fold.tp))
+        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in elements.items()}
 
     def elements(self, content: Content) -> dict[str, float]:
         """Return the number of parameters of stages, by the group family over which their gradients are summed.

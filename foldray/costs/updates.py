@@ -134,9 +134,10 @@ def matrices(rank: RankCosts, content: Content) -> list[Matrices]:
     if not rank.job.iterations:
         return []
     shapes: dict[str, Counter] = {}
+    every = hidden_matrices(rank.model, rank.model.copies_keys(rank.fold.tp))
     for block, count in content.blocks:
         for kind in kinds_with_weights(block):
-            for (name, *shape), number in hidden_matrices(rank.model, rank.fold.tp).get((kind, block), {}).items():
+            for (name, *shape), number in every.get((kind, block), {}).items():
                 local = number / (rank.fold.ep if name == "expert" else 1)
                 shapes.setdefault(name, Counter())[tuple(shape)] += count * local  # type: ignore[assignment]
     cutters = {"dense": "tp", "replicated": None, "expert": "etp"}

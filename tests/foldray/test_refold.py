@@ -33,7 +33,8 @@ def recipe(**sections: Any) -> Recipe:
 
 
 def test_many_numbers_of_workers_are_little_work() -> None:
-    """No pipeline is simulated, the model's parameters are counted once, and only the fastest folds are checked as recipes."""
+    """No pipeline is simulated, the model's parameters are counted once, and once more with copies of key heads, and only the
+    fastest folds are checked as recipes."""
     given = recipe(cluster={"workers": 48, "min_workers": 32}, training={"steps": 9, "global_batch": 64})
     done = Counter[str]()
 
@@ -51,7 +52,7 @@ def test_many_numbers_of_workers_are_little_work() -> None:
     ):
         found = worlds(given)
     assert list(found) == list(range(32, 49))
-    assert done["tables"] <= 1
+    assert done["tables"] <= 2
     assert done["checks"] <= 2 * len(found)
     assert done["pipelines"] == 0
 
