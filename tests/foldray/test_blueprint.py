@@ -285,11 +285,13 @@ def ownerships(draw) -> Ownership:
         "norm": draw(st.sampled_from(["rmsnorm", "layernorm"])),
         "positions": draw(st.sampled_from(["rope", "learned"])),
         "ffn": draw(st.sampled_from(["gated_silu", "gelu"])),
+        "kv_heads": draw(st.sampled_from([1, 2, 8])),
+        "attention_bias": draw(st.sampled_from(["none", "all"])),
     }
     virtual = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     cuts = sorted(draw(st.permutations(range(1, 6)))[: pp * virtual - 1])
     sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 6], strict=True))
-    return Ownership(ModelSpec(**WIDE, **changes), fold, virtual, draw(st.sampled_from([None, sizes])))
+    return Ownership(ModelSpec(**WIDE | changes), fold, virtual, draw(st.sampled_from([None, sizes])))
 
 
 def ranks_of(ownership: Ownership) -> range:
@@ -300,7 +302,8 @@ def ranks_of(ownership: Ownership) -> range:
 @given(ownerships())
 @examples(60)
 def test_ranks_boxes_cover_the_model_and_each_element_is_counted_once(ownership):
-    table = {spec.name: spec for spec in parameter_table(ownership.model)}
+    copies = ownership.model.copies_keys(ownership.fold.tp)
+    table = {spec.name: spec for spec in parameter_table(ownership.model, copies)}
     held, counted = ({name: np.zeros(spec.shape, int) for name, spec in table.items()} for _ in range(2))
     for rank in ranks_of(ownership):
         pieces = ownership.pieces(rank)
@@ -310,10 +313,10 @@ def test_ranks_boxes_cover_the_model_and_each_element_is_counted_once(ownership)
         for name in ownership.counted(rank):
             counted[name][pieces[name].box] += 1
     fold = ownership.fold
-    copies = {"dense": fold.dp * fold.cp, "replicated": fold.tp * fold.dp * fold.cp, "expert": fold.edp}
+    times = {"dense": fold.dp * fold.cp, "replicated": fold.tp * fold.dp * fold.cp, "expert": fold.edp}
     for name, spec in table.items():
         twice = 2 if name == "embedding.weight" and ownership.model.tied_embeddings and fold.pp > 1 else 1
-        assert (held[name] == twice * copies[spec.gradient_class]).all(), name
+        assert (held[name] == twice * times[spec.gradient_class]).all(), name
         assert (counted[name] == 1).all(), name
 
 
