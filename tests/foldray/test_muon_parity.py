@@ -74,7 +74,7 @@ def test_every_fold_equals_torch(
     check(ranks, make_recipe(world, fold, model=model, schedule=schedule, optimizer=MUON | rule, **sections))
 
 
-@pytest.mark.gate(1)
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_ranks_with_the_same_key_head_equal_torch(ranks: Any, heads: int, zero: int) -> None:

@@ -98,7 +98,7 @@ def test_clipping_decay_and_momentum_do_not_depend_on_the_fold(ranks) -> None:
     _check(ranks, recipe, False)
 
 
-@pytest.mark.gate(3)
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("options", [
     {}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart", "recompute": ["attention"]}},
     {"optimizer": {"clip": 0.05}, "engine": {"kind": "torch", "zero": 2}},
