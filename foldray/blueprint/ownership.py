@@ -92,9 +92,10 @@ class Ownership:
             rule = f"makes {count} stages of experts ({positions} positions{per}), but the model has {len(moe)} MoE blocks"
             raise UserError("placement.expert_pp", positions, rule, [f"1…{len(moe) * positions // count}"] if moe else None)
         even = make_stages(len(moe), positions, count // positions)
-        ends = [moe[stage.layers[-1]] + 1 for stage in even[:-1]] + [self.model.layers]
+        layers = len(self.model.all_layers)
+        ends = [moe[stage.layers[-1]] + 1 for stage in even[:-1]] + [layers]
         sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        return make_stages(self.model.layers, positions, count // positions, sizes)
+        return make_stages(layers, positions, count // positions, sizes)
 
     def held_stages(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages whose attention a rank holds."""
@@ -121,7 +122,7 @@ class Ownership:
 
         The last block's tokens stay where they are, at the head. The experts must have ranks of their own.
         """
-        return self.places[layer][0], self.places[min(layer + 1, self.model.layers - 1)][0]
+        return self.places[layer][0], self.places[min(layer + 1, len(self.places) - 1)][0]
 
     def held_expert_stages(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages whose experts a rank holds."""
@@ -228,8 +229,6 @@ def check_apart(model: ModelSpec) -> None:
     if model.norms != "before":
         rule = "must be before if the experts have workers of their own (placement)"
         raise UserError("model.norms", model.norms, rule, ["before"])
-    if model.mtp_depth:
-        raise UserError("model.mtp_depth", model.mtp_depth, "must be 0 if the experts have workers of their own (placement)", [0])
 
 
 def _check_divides(model: ModelSpec, fold: Fold) -> None:

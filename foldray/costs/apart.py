@@ -217,19 +217,23 @@ class ApartWork(OpWork):
         return Memory(*held, kept, rows, logits, max(0.0, updating), rank.device.share["workspace"] * GIB)
 
     def _kept(self, rank: RankCosts, block: BlockSpec, family: str) -> float:
-        """Return the bytes that a half of a block keeps from forward to backward."""
+        """Return the bytes that a half of a block keeps from forward to backward.
+
+        While a further token's block is kept, so is the gradient from the head before it.
+        """
         again, sliced = self.candidate.ordering.recompute, slices_of(self.candidate.graph.slicing)
         moe, model, fold = block.moe, rank.model, self.candidate.fold
-        if not moe:
-            return block_activations(rank, block, again, sliced) if family == "dp_cp" else 0.0
         tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences
+        waiting = tokens * model.hidden * rank.device.bytes * block.mtp
+        if not moe:
+            return block_activations(rank, block, again, sliced) + waiting if family == "dp_cp" else 0.0
         rows = tokens * ranks_of_a_token(model, fold.ep)
         if family == "dp_cp":
             # A sum without weights keeps only which ranks have a row. The router keeps the token of each row, and of each token
             # at most a row per rank instead of a row per expert.
             indices = tokens * (fold.ep - INT64 * model.topk + INT64 * min(model.topk, fold.ep)) + rows * INT64
             elsewhere = expert_activations(rank, block, again) + combined_rows(rank, block)
-            return block_activations(rank, block, again, sliced) - elsewhere + indices
+            return block_activations(rank, block, again, sliced) - elsewhere + indices + waiting
         if EXPERT in again:
             return rows * (model.hidden * rank.device.bytes + model.topk * (FLOAT32 + INT64))  # with their weights and experts
         summed = summed_rows(rank, block, tokens * model.topk * rank.overload, rows * rank.overload)

@@ -135,10 +135,13 @@ class StepGraph(StepOps):
 
     def _head_before(self, op: Op) -> tuple[Op, ...]:
         """Return the same op for the piece of a head right before. Each goes backward right after its forward; further tokens
-        follow for all parts of a group."""
+        follow for all parts of a group. If the experts have positions of their own, other micro-batches come between the heads of
+        one, so each head has an order of its own."""
         number, (group, place) = self.heads.index(op.layer), divmod(op.micro_batch, self.together)
         if op.part:
             return (op._replace(part=op.part - 1),)
+        if self.apart:
+            return (self._last_part(op._replace(micro_batch=op.micro_batch - 1)),) if op.micro_batch else ()
         if place:
             return (self._last_part(op._replace(micro_batch=op.micro_batch - 1)),)
         if number:

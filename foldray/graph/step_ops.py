@@ -82,7 +82,8 @@ class StepOps:
         backward: False for evaluation.
         batch_degree: number of parts that go through a stage together (FlowMoE's R); `micro_batches` is a multiple of it.
         chunks: for every position, the chunks in which its gradients are reduced. Empty if the step reduces no gradients.
-        places: for every block, the positions of its two halves. Empty if both are at the position of the block's stage.
+        places: for every block, the positions of its two halves. Empty if both are at the position of the block's stage. In
+            evaluation, there are places of more blocks, because it leaves those of further tokens out.
         gathers: whether the keys and values of a slice are gathered from other ranks, in ops of their own.
         tied: whether the head's weight is the embedding's, so that both add to the same gradients.
     """
@@ -139,7 +140,7 @@ class StepOps:
     def at(self) -> tuple[Place, ...]:
         """Pipeline positions of every block."""
         if self.places:
-            return self.places
+            return self.places[: len(self.blocks)]
         where = self.pipeline.at
         return tuple(Place(where[stage], where[stage]) for stage in self.stage_of)
 

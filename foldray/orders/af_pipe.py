@@ -120,7 +120,10 @@ def chain(graph: StepGraph) -> Iterator[Half]:
 
 
 def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
-    """Yield the sums of the block before, then slice by slice: projections, attention, and routers or dense FFN."""
+    """Yield the sums of the block before, then slice by slice: projections, attention, and routers or dense FFN.
+
+    A head of the block before comes last, because the next block's rows travel meanwhile (multi-token prediction).
+    """
     if layer == 0:
         yield from graph.pieces(EMBED, 0)
     elif graph.blocks[layer - 1].moe:
@@ -136,6 +139,8 @@ def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
             yield (route := routes.pop(0))
             if graph.has(SHARED, layer):
                 yield route._replace(kind=SHARED)
+    if layer - 1 in graph.heads:
+        yield from graph.pieces(HEAD, layer - 1)
 
 
 def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:

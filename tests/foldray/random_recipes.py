@@ -113,7 +113,6 @@ def _sections(chance: random.Random) -> dict[str, Any]:
         schedule = {key: value for key, value in schedule.items() if key not in ("lag", "backward_lag")}
         schedule |= {"kind": chance.choice(["af_pipe", "af_pipe", "list"]), "degree": chance.choice([1, 1, 2, 4]), "ahead": None}
         model["router"].pop("pad", None)
-        model["mtp_depth"] = 0
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
         model["router"]["drop"] = "position"  # with probability, each piece would have its own capacity
     found: dict[str, Any] = {

@@ -86,6 +86,10 @@ CASES = {
 APART = {
     "experts apart": Case(4, {"tp": 2, "ep": 2}, 1, {}, {"placement": {"attention": 2, "experts": 2}}),
     "experts apart, two positions": Case(4, {"pp": 2}, 1, {}, {"placement": {"attention": 2, "experts": 2, "expert_pp": 2}}),
+    "experts apart, further tokens": Case(
+        4, {"pp": 2, "ep": 2}, 1, {"degree": 2},
+        {"placement": {"attention": 2, "experts": 2, "expert_pp": 1}, "model": {"mtp_depth": 2, "tied_embeddings": True}},
+    ),
     "experts apart, two parts": Case(2, {}, 2, {"batch_degree": 2, "degree": 2}, {"placement": {"attention": 1, "experts": 1}}),
 }  # fmt: skip
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from foldray.errors import UserError
+from foldray.model import all_losses
 from foldray.recipe import Recipe
-from tests.foldray.parity import Held, check_equal, make_recipe, train
+from tests.foldray.parity import Held, check_equal, engine_on, make_recipe, one_process, own_batches, train
 from tests.foldray.random_recipes import Case
+from tests.foldray.strict import StrictPools
 from tests.foldray.test_random_recipes import reference
 
 _STEPS = 2
@@ -95,9 +97,75 @@ def test_the_torch_engine_cannot_shard_an_embedding_of_two_stages() -> None:
         make_recipe(4, {"pp": 2}, model=_MODELS["one"], engine={"kind": "torch", "zero": 1})
 
 
-def test_experts_with_workers_of_their_own_have_no_further_tokens() -> None:
-    with pytest.raises(UserError, match=r"model\.mtp_depth"):
-        make_recipe(2, 1, model=_MODELS["one"], placement={"attention": 1, "experts": 1}, schedule={"kind": "af_pipe"})
+_PLACED: list[tuple[dict[str, int], dict[str, int]]] = [
+    ({"attention": 1, "experts": 1}, {}),
+    ({"attention": 2, "experts": 1}, {}),
+    ({"attention": 2, "experts": 2}, {"tp": 2, "ep": 2}),
+    ({"attention": 2, "experts": 2}, {"cp": 2, "etp": 2}),
+    ({"attention": 2, "experts": 2, "expert_pp": 1}, {"pp": 2, "ep": 2}),
+    ({"attention": 2, "experts": 2, "expert_pp": 2}, {"pp": 2}),
+    ({"attention": 1, "experts": 2, "expert_pp": 2}, {}),
+]
+_PLACED_SCHEDULES: dict[str, dict[str, Any]] = {
+    "af_pipe": {},
+    "together": {"weight_gradients": "together", "recompute": ["attention", "expert", "ffn", "shared"]},
+    "pieces": {"degree": 2, "reduction": "chunks", "sp_bytes": 512},
+    "whole": {"degree": 4, "attention_degree": 2, "weight_gradients": "whole", "reduction": "buckets", "sp_bytes": 3000},
+    "list": {"kind": "list", "reduction": "chunks", "sp_bytes": 3000},
+    "list-pieces": {"kind": "list", "degree": 2, "recompute": ["expert"]},
+}
+
+
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("schedule", _PLACED_SCHEDULES)
+@pytest.mark.parametrize(("placement", "fold"), _PLACED, ids=str)
+def test_experts_with_workers_of_their_own(ranks, placement: dict, fold: dict, schedule: str) -> None:
+    """Attention of further tokens is on attention's ranks, and their experts are on those of the experts. Models take turns.
+
+    The communicator is strict, because heads of several micro-batches come by turns.
+    """
+    model = list(_MODELS)[(_PLACED.index((placement, fold)) + list(_PLACED_SCHEDULES).index(schedule)) % len(_MODELS)]
+    sections = {"placement": placement, "schedule": _PLACED_SCHEDULES[schedule]}
+    two = {"layers": 5} if model == "one-dense" else {}  # MoE blocks, for two positions of experts
+    _check(StrictPools(ranks), make_recipe(_workers(placement), fold, model={**_MODELS[model], **two}, **sections))
+
+
+@pytest.mark.gate(1 / 3)
+@pytest.mark.parametrize("reduction", ["end", "chunks"])
+@pytest.mark.parametrize(("model", "zero"), [("one", 1), ("two-tied", 1), ("two", 2), ("one-tied", 2)])
+def test_sharded_optimizers_of_both_halves(ranks, model: str, zero: int, reduction: str) -> None:
+    placement, engine = {"attention": 2, "experts": 2}, {"kind": "torch", "zero": zero}
+    sections = {"placement": placement, "schedule": {"reduction": reduction}, "engine": engine}
+    _check(ranks, make_recipe(4, {}, model=_MODELS[model], **sections))
+
+
+@pytest.mark.gate(1 / 4)
+@pytest.mark.parametrize(("documents", "masked"), [(True, False), (False, True)], ids=["documents", "masked"])
+@pytest.mark.parametrize("kind", ["af_pipe", "list"])
+@pytest.mark.parametrize(("placement", "fold"), [_PLACED[0], _PLACED[5]], ids=str)
+def test_both_halves_count_further_tokens(ranks, placement: dict, fold: dict, kind: str, documents: bool, masked: bool) -> None:
+    sections = {"placement": placement, "schedule": {"kind": kind, "degree": 2, "virtual_stages": fold.get("pp", 1)}}
+    recipe = make_recipe(_workers(placement), fold, model={**_MODELS["two"], "layers": 4}, **sections)
+    _check(ranks, recipe, documents, masked)
+
+
+def evaluated(rank: int, recipe: Recipe) -> float:
+    with engine_on(recipe, rank) as (engine, groups):
+        batches = own_batches(recipe, groups, 0)
+        return float(all_losses(engine.execution.evaluate(batches), groups.control).means()[0])
+
+
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize(("placement", "fold"), [_PLACED[4], _PLACED[5]], ids=str)
+def test_evaluation_needs_no_experts_of_further_tokens(ranks, placement: dict, fold: dict) -> None:
+    """With two positions of experts, those of both further tokens are alone on the last one, which then does nothing."""
+    recipe = make_recipe(4, fold, model={**_MODELS["two"], "layers": 2}, placement=placement)
+    wanted = one_process(recipe, steps=1)["losses"][0][0]
+    assert ranks(4).run(evaluated, recipe) == pytest.approx([wanted] * 4, abs=1e-10)
+
+
+def _workers(placement: dict[str, int]) -> int:
+    return placement["attention"] + placement["experts"]
 
 
 def _check(ranks, recipe: Recipe, documents: bool = False, masked: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
@@ -17,7 +18,7 @@ from foldray.costs.rank import OpWork
 from foldray.costs.whole import simulate_step, whole_seconds
 from foldray.fold import Fold
 from foldray.graph import Op
-from foldray.kinds import COMBINE, DISPATCH, EXPERT
+from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, HEAD, MERGE, ROUTE, SHARED
 from foldray.nodes import Room, arrange
 from foldray.orders import Ordering, Overlap, position_list
 
@@ -130,6 +131,34 @@ def test_memory_is_that_of_each_side() -> None:
     assert attention.activations > 0
     assert experts.activations > 0
     assert attention.logits > experts.logits == 0
+
+
+def test_a_further_token_has_a_block_on_both_sides_and_a_head() -> None:
+    """Attention's side also makes the block's input, and keeps the gradient of the head before it."""
+    fold, job = Fold(16, ep=8, expert_ranks=8), replace(JOB, model=MODEL.model_copy(update={"mtp_depth": 1}))
+    plain, more = (ApartWork(Candidate(each, fold), Sides(DEVICE, DEVICE)) for each in (JOB, job))
+    last = len(JOB.blocks) - 1
+    busy = []
+    for each in (plain, more):
+        sides = Counter[int]()
+        for op in (op for op in each.candidate.graph.ops() if each.candidate.graph.channel(op) is None):
+            sides[each.candidate.graph.where(op)[0]] += sum(part.seconds for part in each.work(op))  # type: ignore[assignment]
+        busy.append(sides)
+
+    def both(kind: str, layer: int) -> float:
+        return sum(part.seconds for way in ("F", "B") for part in more.work(Op(kind, way, layer)))  # type: ignore[arg-type]
+
+    passes = plain.candidate.micro_batches
+    assert busy[1][1] - busy[0][1] == pytest.approx(passes * both(EXPERT, last))
+    added = [(HEAD, last + 1), (ATTENTION, last + 1), (ROUTE, last), (SHARED, last), (MERGE, last)]
+    assert busy[1][0] - busy[0][0] == pytest.approx(passes * sum(both(*each) for each in added))
+    assert both(ATTENTION, last + 1) > both(ATTENTION, last)
+    (ours, theirs), (before, others) = more.memory(), plain.memory()
+    state = 4096 * MODEL.hidden * 2
+    kept = more._kept(more.rank, job.blocks[-1], "dp_cp") - plain._kept(plain.rank, JOB.blocks[-1], "dp_cp")
+    assert kept == pytest.approx(6 * state + 8 * 4096)
+    assert ours.activations > before.activations
+    assert theirs.weights / others.weights == pytest.approx(5 / 4)
 
 
 def test_what_is_kept_is_counted_at_its_peak() -> None:

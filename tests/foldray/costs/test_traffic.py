@@ -112,12 +112,15 @@ def test_the_widest_group_of_a_family_sets_its_pace(world: int, sizes: list[int]
         assert (network.shape(family).nodes > 1) == (Placement(fold, node).crossing(family) > 0)
 
 
-def test_rows_of_experts_with_ranks_of_their_own() -> None:
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rows_of_experts_with_ranks_of_their_own(depth: int) -> None:
     """Each token goes to both of two ranks of experts with the chance that its two of eight experts are on both."""
-    candidate = Candidate(JOB, Fold(4, ep=2, expert_ranks=2), micro_batch=2)
+    job = replace(JOB, model=MODEL.model_copy(update={"mtp_depth": depth}))
+    candidate = Candidate(job, Fold(4, ep=2, expert_ranks=2), micro_batch=2)
+    blocks = len(MODEL.moe_layers) + depth
     rows = 16 / 2 * 256 * 2 * (1 - 2 * (4 * 3) / (8 * 7) / 2)  # of a rank of attention in a layer
-    assert sent(candidate)[ROWS] == pytest.approx(2 * len(MODEL.moe_layers) * rows * MODEL.hidden * 2)
+    assert sent(candidate)[ROWS] == pytest.approx(2 * blocks * rows * MODEL.hidden * 2)
     assert {flow.way for flow in edges(candidate).flows} == {"routes", "ring"}
-    rounded = replace(candidate, job=replace(JOB, wire="float8"))
+    rounded = replace(candidate, job=replace(job, wire="float8"))
     out, back = MODEL.hidden + 4, MODEL.hidden * 2  # with a scale; as many rows go up as come down
-    assert sent(rounded)[ROWS] == pytest.approx(len(MODEL.moe_layers) * rows * (out + back))
+    assert sent(rounded)[ROWS] == pytest.approx(blocks * rows * (out + back))

@@ -11,20 +11,24 @@ from hypothesis import strategies as st
 from foldray.clock import COMPUTE, check, times
 from foldray.graph import Op, Place, Slicing, StepGraph
 from foldray.kinds import WITH_WEIGHTS
-from foldray.orders import Overlap, step_schedule
+from foldray.orders import Ordering, Overlap, position_list, step_schedule
 from foldray.orders.af_pipe import af_pipe, chain
-from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.blocks import DENSE, FURTHER, MOE
 from tests.foldray.order import check_lists, peak
 from tests.gate import examples
 
 WHOLE = Slicing((8,), (8,))
 
 
-def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **changes) -> StepGraph:
-    """Return a step whose block l has its attention at position l mod `attention`, and its experts at l mod `experts`."""
-    places = tuple(Place(layer % attention, attention + layer % experts) for layer in range(layers))
+def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, further: int = 0, **changes) -> StepGraph:
+    """Return a step whose block l has its attention at position l mod `attention`, and its experts at l mod `experts`.
+
+    Attention of further tokens is where the last block's is.
+    """
+    places = tuple(Place(min(i, layers - 1) % attention, attention + i % experts) for i in range(layers + further))
     blocks = changes.pop("blocks", (MOE,) * layers)
     stages = tuple((block,) for block in blocks) if attention > 1 else (tuple(blocks),)
+    stages = (*stages[:-1], stages[-1] + (FURTHER,) * further)
     return StepGraph(stages, changes.pop("slicing", WHOLE), attention, micro_batches, places=places, **changes)
 
 
@@ -43,13 +47,14 @@ def apart(layers: int, attention: int, experts: int, micro_batches: int = 1, **c
     st.integers(1, 3),
     st.sets(st.sampled_from(WITH_WEIGHTS)),
     st.booleans(),
+    st.integers(0, 2),
 )
 @examples(300)
 def test_any_placement_passes_the_checker_and_ends(
-    blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later, whole
+    blocks, attention, experts, micro_batches, slicing, ragged, gathers, recompute, backward, alive, parts, later, whole, further
 ) -> None:
     graph = apart(
-        len(blocks), attention, experts, micro_batches * parts, blocks=tuple(blocks), slicing=slicing, ragged=ragged,
+        len(blocks), attention, experts, micro_batches * parts, further, blocks=tuple(blocks), slicing=slicing, ragged=ragged,
         gathers=gathers and len(slicing.attention) > 1, recompute=recompute if backward else (), backward=backward,
         batch_degree=parts, later=tuple(sorted(later)), whole=whole,
     )  # fmt: skip
@@ -93,6 +98,20 @@ def test_each_direction_between_two_positions_is_a_queue() -> None:
 def test_a_micro_batch_goes_through_halves() -> None:
     blocks = (DENSE, MOE, MOE)
     assert [half.position for half in chain(apart(3, 2, 2, blocks=blocks))] == [0, 1, 3, 0, 2, 0]
+
+
+def test_the_rows_of_a_further_token_travel_while_the_head_before_computes() -> None:
+    graph = apart(2, 1, 1, further=1)
+    order = [(op.kind, op.layer) for op in position_list(graph, 0, Ordering()) if op.direction == "F"]
+    assert order[-5:] == [("shared", 2), ("head", 1), ("combine", 2), ("merge", 2), ("head", 2)]
+    assert ("dispatch", 2) in order[:-5]
+
+
+def test_evaluation_leaves_the_positions_of_further_tokens_idle() -> None:
+    graph = replace(apart(1, 1, 2, further=1), stages=((MOE,),), backward=False)
+    lists = step_schedule(graph, Overlap("sequential"))
+    check(graph, lists)
+    assert [bool(ops) for ops in lists] == [True, True, False]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
