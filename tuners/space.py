@@ -109,7 +109,7 @@ class Setting(NamedTuple):
             sp_bytes=self.sp_bytes if self.reduction != "end" else 0,
             dispatch="rank" if by_rank else "assignment",
             attention_degree=self.attention_degree if fewer else MOST_PIECES,
-            ep_inside=math.gcd(self.ep_inside, self.ep) if by_rank else 1,
+            ep_inside=math.gcd(self.ep_inside, self.ep) if by_rank or self.attention else 1,
             expert_pp=self.expert_pp if self.attention else 0,
             workers="own" if self.attention else "shared",
         )

@@ -1,7 +1,8 @@
 """The costs of a step whose experts have ranks of their own (DisagMoE): ops of two kinds of ranks, and the rows between them.
 
 A rank of attention has the ops of attention, and a rank of the experts the ops of experts; their GPUs may differ. A rank of
-attention sends the row of a token once to each rank that holds one of the token's experts (`moe/once.py`). A message takes as
+attention sends the row of a token once to each rank that holds one of the token's experts (`moe/once.py`), or with
+`Fold.ep_inside` once to each node of such ranks, which pass it on inside the op of the experts. A message takes as
 long as its slower end: the adapters of a sender, or those of a receiver. If the ranks that send rows to each other fit on a node,
 rows do not leave it (`ranks_of_a_node`).
 
@@ -69,7 +70,7 @@ def ranks_of_a_node(candidate: Candidate, sides: Sides) -> tuple[int, int] | Non
         return None
     outside, inside = count_by_cut(job.model)
     tokens, row = job.global_batch * job.seq_len, job.model.hidden * sides.attention.bytes
-    rows = 4 * tokens * ranks_of_a_token(job.model, fold.ep) * row * len(job.model.moe_layers)  # out and back, twice
+    rows = 4 * tokens * ranks_of_a_token(job.model, fold.ep_across) * row * len(job.model.moe_layers)  # out and back, twice
     gradients = 2 * FLOAT32 * (fold.dp * fold.cp * outside + fold.edp * inside)
     if rows < gradients:
         return None
@@ -88,7 +89,9 @@ class ApartWork(OpWork):
         self, candidate: Candidate, sides: Sides, memos: tuple[Memo, Memo] | None = None, short_of: ApartWork | None = None
     ):
         self.memos = memos or (Memo(), Memo())
-        # Rows go once to each rank, whatever `dispatch` is. `_rows` prices them, and other ops cost the same with any `dispatch`.
+        # Rows go once to each rank, whatever `dispatch` is. `_rows` prices them, and other ops cost the same with any `dispatch`,
+        # unless the experts' ranks pass rows on inside their nodes.
+        passes_on = replace(candidate.job, dispatch="rank" if candidate.fold.ep_inside > 1 else "assignment")
         candidate = replace(candidate, job=replace(candidate.job, dispatch="assignment"))
         fold, job, zero = candidate.fold, candidate.job, candidate.zero
         self.sides, self.senders, self.receivers = sides, fold.attention_ranks // fold.pp, fold.moe_ranks // fold.moe_pp
@@ -103,7 +106,7 @@ class ApartWork(OpWork):
         )
         # Sequences whose rows a rank of the experts gets, if all its rows came from one rank of attention.
         received = sequences * self.senders / self.receivers
-        self.expert_rank = RankCosts(job, folds[1], devices[1], received, zero, self.memos[1])
+        self.expert_rank = RankCosts(passes_on, folds[1], devices[1], received, zero, self.memos[1])
 
     def _price(self, op: Op) -> Price:
         graph = self.candidate.graph
@@ -122,20 +125,22 @@ class ApartWork(OpWork):
     def _rows(self, tokens: float, row: float) -> float:
         """Return the seconds of the rows of `tokens` tokens of every rank of attention, with the bytes of a row."""
         model, fold, sides = self.rank.model, self.candidate.fold, self.sides
-        sent = tokens * ranks_of_a_token(model, fold.ep) * row
-        visits = visits_of_a_token(model, fold.ep)
-        received = sent * self.senders / self.receivers * max(visits) * fold.ep / sum(visits)
+        places = fold.ep_across  # ranks that a rank of attention sends rows to
+        sent = tokens * ranks_of_a_token(model, places) * row
+        visits = visits_of_a_token(model, places)
+        copies = self.receivers // places  # of their inputs; the senders are spread over them (`nodes/routes.py`)
+        received = sent * -(-self.senders // copies) * max(visits) / sum(visits)
         ranks, device = self.senders + self.receivers, sides.attention
         if self.shared_nodes or (sides.of_one_kind and fold.world_size <= device.hardware.gpus_per_node):
             speed, start = device.hardware.intra.of(min(ranks, device.hardware.gpus_per_node))
-            return start * fold.ep + max(sent, received) / (speed * device.share["exchange"])
+            return start * places + max(sent, received) / (speed * device.share["exchange"])
         nodes = self._nodes()
         ends = []
         for moved, side, nics in zip((sent, received), sides[:2], sides.nics, strict=True):
             speed, start = side.hardware.inter.of(max(2, nodes))
             speed *= nics * side.share["exchange"] / (1 + side.share["contention"] * math.log2(nodes))
             ends.append((start, moved / speed))
-        return max(start for start, _ in ends) * fold.ep + max(seconds for _, seconds in ends)
+        return max(start for start, _ in ends) * places + max(seconds for _, seconds in ends)
 
     def _nodes(self) -> int:
         """Return the number of nodes of the ranks of two positions between which rows travel."""
@@ -227,15 +232,18 @@ class ApartWork(OpWork):
         waiting = tokens * model.hidden * rank.device.bytes * block.mtp
         if not moe:
             return block_activations(rank, block, again, sliced) + waiting if family == "dp_cp" else 0.0
-        rows = tokens * ranks_of_a_token(model, fold.ep)
+        places = fold.ep_across
+        rows = tokens * ranks_of_a_token(model, places)
         if family == "dp_cp":
             # A sum without weights keeps only which ranks have a row. The router keeps the token of each row, and of each token
             # at most a row per rank instead of a row per expert.
-            indices = tokens * (fold.ep - INT64 * model.topk + INT64 * min(model.topk, fold.ep)) + rows * INT64
+            indices = tokens * (places - INT64 * model.topk + INT64 * min(model.topk, places)) + rows * INT64
             elsewhere = expert_activations(rank, block, again) + combined_rows(rank, block)
             return block_activations(rank, block, again, sliced) - elsewhere + indices + waiting
         if EXPERT in again:
             return rows * (model.hidden * rank.device.bytes + model.topk * (FLOAT32 + INT64))  # with their weights and experts
+        if rank.travelling.inside:
+            return expert_activations(rank, block)
         summed = summed_rows(rank, block, tokens * model.topk * rank.overload, rows * rank.overload)
         return expert_activations(rank, block) + fold.etp * summed
 

@@ -4,6 +4,8 @@ Rows go from the ranks of attention to those of the experts, and the results go 
 (DisagMoE, section 4.2.2). Only the ranks of a route take part. A row carries its weights, and the numbers of its experts on
 the rank that it goes to (`once.py`). Rows may travel in fewer bytes (`exchange.py`).
 
+If tokens travel once to each node, a rank of experts is one on each node, which passes rows on inside it.
+
 Legend: T tokens, H hidden, K experts per token, N rows, R ranks of experts that this rank sends to, S ranks that send here.
 """
 
@@ -121,7 +123,7 @@ class TokenHalf(nn.Module):
     def __init__(self, ownership: Ownership, groups: Groups, gate: Gate | None = None, shared: nn.Module | None = None):
         super().__init__()
         model = ownership.model
-        self.all_experts, self.ranks, self.topk, self.hidden = model.experts, ownership.fold.ep, model.topk, model.hidden
+        self.all_experts, self.ranks, self.topk, self.hidden = model.experts, ownership.fold.ep_across, model.topk, model.hidden
         self.router = Router(model, groups, gate)
         self.shared = shared
 
@@ -140,15 +142,24 @@ class ExpertHalf(nn.Module):
         moe, hidden = ownership.share(layer).moe, ownership.model.hidden
         assert moe, f"block {layer} is dense"
         self.hidden, self.topk, self.slices = hidden, ownership.model.topk, groups.expert_slices
-        ids = ownership.experts(groups.rank)
+        ids, inside = ownership.experts(groups.rank), ownership.fold.ep_inside
+        self.inside = once.InsideNode(groups.tokens_inside, inside * len(ids)) if inside > 1 else None
         self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later)
         self.exchange = ExpertExchange(groups, *ownership.attention_around(layer), wire)
 
     def run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts: [N, H] → [N, H].
 
+        If tokens travel once to each node, the numbers of experts are those on this node, whose ranks pass rows on to each other.
         With ETP, the ranks that share the experts gather each other's rows, and sum their parts of the results.
         """
+        if self.inside is not None:
+            rows = rows_NH, weight_NK, expert_NK
+            return self.inside.run(lambda rows: self._run(*rows), rows, *self.inside.rows_by_rank(expert_NK))
+        return self._run(rows_NH, weight_NK, expert_NK)
+
+    def _run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:
+        """Do the same for rows whose experts are on this rank."""
         if self.slices.size == 1:
             return self.experts.weighted_sum(rows_NH, weight_NK, expert_NK)
         count = torch.full((1,), len(rows_NH), device=rows_NH.device)

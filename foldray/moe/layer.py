@@ -215,7 +215,10 @@ class MoELayer(nn.Module):
         return (rows_NH,), sent
 
     def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
-        return self.experts(rows, received) if self.inside is None else self.inside.run(self.experts, rows, received)
+        if self.inside is None:
+            return self.experts(rows, received)
+        inside = received.inside
+        return self.inside.run(lambda rows: self.experts(rows, inside), rows, inside.leaving_by_rank, inside.rows_by_rank)
 
     def experts_by_hand(self, received: Received) -> Callable[..., ByHand] | None:
         if self.once is not None or self.experts.slices.size > 1 or self.experts.kind == "loop":

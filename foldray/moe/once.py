@@ -22,7 +22,7 @@ import torch
 
 from foldray.comm import Communicator, Pending, mirrored_together
 from foldray.kernels.permutation import combine, permute, sum_rows
-from foldray.moe.contracts import Received, Rows, Sent
+from foldray.moe.contracts import Rows, Sent
 from foldray.moe.exchange import write
 from foldray.moe.router import Routing
 
@@ -144,15 +144,26 @@ class InsideNode(NamedTuple):
     ranks: Communicator
     experts: int
 
-    def run(self, compute: Callable[[Rows, Received], torch.Tensor], rows: Rows, received: Received) -> torch.Tensor:
+    def rows_by_rank(self, expert_NK: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return how many rows go from this rank to each one of its node, and how many come from each one.
+
+        All ranks of the node must call this. They wait for each other, and the host for the device. The argument is as in `run`.
+        """
+        size, mine = self.ranks.size, self.ranks.index
+        owner_NK = (expert_NK // (self.experts // size)).masked_fill(expert_NK < 0, size)
+        count_RR = self.ranks.all_gather(_goes(owner_NK, size).sum(0)).view(size, size).tolist()
+        return count_RR[mine], [count_R[mine] for count_R in count_RR]
+
+    def run(self, compute: Callable[[Rows], torch.Tensor], rows: Rows, leaving: list[int], arriving: list[int]) -> torch.Tensor:
         """Pass rows on to the ranks of their experts, compute them there, and sum what comes back: [N, H] → [N, H].
 
         All ranks of the node must call this. They wait for each other. Beside the rows are their weights [N, K], and the
         numbers of their experts on this node, −1 for experts of other nodes [N, K].
+
+        Args:
+            leaving, arriving: number of rows that go to each rank of the node, and that come from it.
         """
         rows_NH, weight_NK, expert_NK = rows
-        inside = received.inside
-        leaving, arriving = inside.leaving_by_rank, inside.rows_by_rank
         chosen = Chosen(expert_NK.to(torch.int64), weight_NK, expert_NK >= 0)
         passed = encode(rows_NH, chosen, self.experts, self.ranks.size, room=sum(leaving))
         row_M, position_ND = passed.token_N, passed.position_TD
@@ -160,7 +171,7 @@ class InsideNode(NamedTuple):
         back = partial(self._exchange, arriving=leaving, leaving=arriving)
         rows = mirrored_together((passed.rows_NH, passed.weight_NK, passed.expert_NK), out, back)
         del passed  # its rows are not needed while the experts compute
-        (results_MH,) = mirrored_together([compute(rows, inside)], back, out)
+        (results_MH,) = mirrored_together([compute(rows)], back, out)
         return sum_rows(results_MH, row_M, position_ND)
 
     def _exchange(self, rows: Sequence[torch.Tensor], arriving: list[int], leaving: list[int]) -> Rows:

@@ -38,7 +38,7 @@ from foldray.kinds import HANDOVER, REDUCE
 from foldray.orders import AF_PIPE, LIST, Ordering, Overlap
 from foldray.plan.allocator import Allocation, Demand, Kind, allocate
 from foldray.plan.listed import AHEADS, FEWER_ROUNDS, step_seconds
-from foldray.plan.space import Space
+from foldray.plan.space import Space, in_two_levels
 
 _TP = _CP = (1, 2, 4, 8)
 _POSITIONS = (1, 2, 4, 8)  # of each side
@@ -268,7 +268,9 @@ def sides(space: Space, nics: tuple[float, float] = (1.0, 1.0)) -> Sides:
 
 
 def _folds(space: Space) -> Iterator[Fold]:
-    """Yield folds with as many positions of attention as of the experts."""
+    """Yield folds with as many positions of attention as of the experts. With `dispatch: rank`, tokens may travel once to each
+    node of the experts first."""
+    device = Device.of(space.job, space.experts or space.hardware)
     for positions, tp, cp in itertools.product(_POSITIONS, _TP, _CP):
         if tp * cp > space.hardware.gpus_per_node or _pinned_away(space, pp=positions, tp=tp, cp=cp):
             continue
@@ -280,8 +282,12 @@ def _folds(space: Space) -> Iterator[Fold]:
                 continue
             # With more EP ranks a token goes to more of them. With fewer, a rank holds more experts.
             for ep in divisors(math.gcd(experts // positions, space.job.model.experts)):
-                if not _pinned_away(space, ep=ep):
-                    yield Fold(space.gpus, tp=tp, cp=cp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
+                if _pinned_away(space, ep=ep):
+                    continue
+                fold = Fold(space.gpus, tp=tp, cp=cp, pp=positions, ep=ep, expert_ranks=experts, expert_pp=positions)
+                yield fold
+                if space.job.dispatch == "rank" and (inside := in_two_levels(fold, device)) != fold:
+                    yield inside
 
 
 def _pinned_away(space: Space, **sizes: int) -> bool:

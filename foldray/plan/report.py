@@ -277,7 +277,7 @@ def placement(placed: Placed) -> dict[str, Any]:
     """Return the keys of a recipe for a placement."""
     fold, ordering = placed.candidate.fold, placed.candidate.ordering
     return {
-        "fold": {"tp": fold.tp, "pp": fold.pp, "ep": fold.ep},
+        "fold": {axis: getattr(fold, axis) for axis in ("tp", "cp", "pp", "ep", "ep_inside")},
         "placement": {"attention": fold.attention_ranks, "experts": fold.moe_ranks, "expert_pp": fold.moe_pp},
         "schedule": {
             "virtual_stages": placed.candidate.virtual_stages,

@@ -115,10 +115,8 @@ def _check_fold(recipe: Description) -> None:
         options = "; ".join(" ".join(f"{axis}={option[axis]}" for axis in option if axis != "expert_ranks") for option in near)
         rule = f"{error.rule} (cluster.workers); nearest legal folds: {options}"
         raise UserError("fold", error.value, rule, error.legal) from None
-    if sizes.ep_inside > 1 and (placement is not None or recipe.moe.dispatch != "rank"):
-        rule = "sends a token once to each node"
-        rule += ", which placement does not" if placement is not None else "; it needs moe.dispatch: rank"
-        raise UserError("fold.ep_inside", sizes.ep_inside, rule, [1])
+    if sizes.ep_inside > 1 and placement is None and recipe.moe.dispatch != "rank":
+        raise UserError("fold.ep_inside", sizes.ep_inside, "sends a token once to each node; it needs moe.dispatch: rank", [1])
     _ = recipe.ownership  # making it checks the fold, also where Python runs no assertions
     check_length(recipe.data.seq_len, fold.cp, fold.tp)
 

@@ -46,7 +46,7 @@ class FoldSpec(Strict):
     """How many neighbouring workers of an expert-parallel group share a node; it divides `ep`. With
     more than 1, a token travels once to each node, to the worker with the same place there. This
     worker passes it on to those of its node that have experts of the token. So links between nodes
-    carry least. It needs `moe.dispatch: rank`."""
+    carry least. It needs `moe.dispatch: rank`, or `placement`."""
     etp: Workers = 1
     """Expert-tensor-parallel size: workers that share the matrices of each expert. It divides the
     experts' memory, and sends every row to all of them. It does not follow `tp`."""
@@ -102,7 +102,7 @@ class MoeSpec(Strict):
     token; this worker sums their results. So fewer bytes travel if a worker has several experts of
     a token, which `topk` and `fold.ep` decide. `fold.ep_inside` sends one row to each node first.
     `rank` needs `backend: torch` or `deepspeed`, and `model.router.pad: false`. With `placement`,
-    rows always travel once to each worker."""
+    rows always travel once to each worker, or to each node."""
 
     wire: Literal["bfloat16", "float8"] | None = None
     """How rows are written on their way to experts and back. Null sends them as they are.

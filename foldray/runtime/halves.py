@@ -94,7 +94,7 @@ class TokenMicroBatch(MicroBatch):
         if op.direction == "B":
             return [residual_BsH]
         tokens = residual_BsH.shape[0] * residual_BsH.shape[1]
-        return [residual_BsH.new_empty((tokens, self.groups.fold.ep), dtype=torch.uint8), residual_BsH]
+        return [residual_BsH.new_empty((tokens, self.groups.fold.ep_across), dtype=torch.uint8), residual_BsH]
 
     def arriving(self, op: Op, pending: Pending) -> None:
         last = self._past_layer(op)

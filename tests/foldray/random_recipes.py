@@ -130,7 +130,7 @@ def _sections(chance: random.Random) -> dict[str, Any]:
     }
     once = backend != "tutel" and not model["router"].get("pad")
     found["moe"]["dispatch"] = chance.choice(["assignment", "rank"]) if once else "assignment"
-    if found["moe"]["dispatch"] == "rank" and not placement:
+    if found["moe"]["dispatch"] == "rank" or placement:
         found["fold"]["ep_inside"] = chance.choice(divisors(fold.get("ep", 1)))
     return found
 

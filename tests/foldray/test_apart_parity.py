@@ -52,6 +52,29 @@ CASES = {
         (2, 2), {"pp": 2, "ep": 2}, expert_pp=1, schedule={"degree": 2, "recompute": ["attention", "expert", "shared"]}
     ),
     "chunks": Case((2, 2), {}, passes=1, zero=1, schedule={"reduction": "chunks"}),
+    "two nodes": Case((2, 4), {"ep": 4, "ep_inside": 2}, {"topk": 4}),
+    "two nodes, one sender, top-1": Case((1, 4), {"ep": 4, "ep_inside": 2}, {"topk": 1}, schedule={"kind": "list", "degree": 2}),
+    "one node, ETP2, recomputed, further tokens": Case(
+        (2, 4),
+        {"tp": 2, "ep": 2, "etp": 2, "ep_inside": 2},
+        {"topk": 3, "mtp_depth": 1},
+        schedule={"degree": 2, "recompute": ["attention", "expert", "shared"]},
+    ),
+    "two nodes, two positions each, dropping": Case(
+        (2, 8),
+        {"pp": 2, "ep": 4, "ep_inside": 2},
+        {"layers": 4, "router": {"capacity_factor": 0.75, "balance_loss": 0.1}},
+        passes=4,
+        expert_pp=2,
+        schedule={"virtual_stages": 2},
+    ),
+    "one node, EDP2, weights whole, ZeRO, chunks": Case(
+        (2, 4),
+        {"cp": 2, "ep": 2, "ep_inside": 2},
+        {"topk": 4},
+        zero=1,
+        schedule={"kind": "list", "degree": 2, "weight_gradients": "whole", "reduction": "chunks", "sp_bytes": 4096},
+    ),
 }
 
 

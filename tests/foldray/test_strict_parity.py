@@ -71,6 +71,7 @@ PLACED: list[tuple[int, dict[str, int], dict[str, int]]] = [
     (4, {"pp": 2}, {"attention": 2, "experts": 2, "expert_pp": 2}),
     (4, {"cp": 2, "etp": 2}, {"attention": 2, "experts": 2}),
     (8, {"tp": 2, "pp": 2, "ep": 2}, {"attention": 4, "experts": 4, "expert_pp": 2}),
+    (6, {"ep": 4, "ep_inside": 2}, {"attention": 2, "experts": 4}),
 ]
 PLACED_SCHEDULES: list[dict[str, Any]] = [
     {},

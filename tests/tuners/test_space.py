@@ -141,6 +141,12 @@ def placed(**space: Any) -> Recipe:
     )
 
 
+def test_workers_of_their_own_keep_the_nodes_of_their_experts() -> None:
+    given = Recipe.parse({**placed().model_dump(), "fold": {"ep": 2, "ep_inside": 2}})
+    assert apply_setting(given, Setting.of(given)).fold == given.fold
+    assert "2 of a group on a node" in str(Setting.of(given))
+
+
 def test_workers_of_their_own_are_split_in_every_way_that_is_asked_for() -> None:
     table = Settings(placed(attention=[1, 2, 3], degree=[1, 2]))
     told = [apply_setting(table.recipe, row) for row in table.rows]

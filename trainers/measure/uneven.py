@@ -101,7 +101,7 @@ def predicted(
     fold = groups.fold
     shares = rank_shares(models[1], fold.ep)
     # Rows of the fullest rank: of assignments, or of tokens that go there, or to its node.
-    once = recipe.moe.dispatch == "rank"
+    once = recipe.moe.dispatch == "rank" or fold.disjoint
     even, most = (max(visits_of_a_token(model, fold.ep_across) if once else rank_shares(model, fold.ep)) for model in models)
 
     def scale(op: Op, rank: int) -> float:

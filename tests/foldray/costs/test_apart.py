@@ -49,8 +49,24 @@ def test_experts_cost_what_they_cost_on_shared_ranks(direction: str) -> None:
     shared = OpWork(Candidate(JOB, Fold(8, ep=8)), DEVICE)
     apart = work(Fold(16, ep=8, expert_ranks=8))
     assert seconds(apart, EXPERT, direction) == pytest.approx(seconds(shared, EXPERT, direction))
+    once = OpWork(Candidate(replace(JOB, dispatch="rank"), Fold(16, ep=16, ep_inside=8)), DEVICE)
+    to_nodes = work(Fold(32, ep=16, ep_inside=8, expert_ranks=16))
+    assert to_nodes.work(Op(EXPERT, direction, 1)) == once.work(Op(EXPERT, direction, 1))  # type: ignore[arg-type]
+    assert sum(each.seconds for each in to_nodes.work(Op(EXPERT, direction, 1)) if each.what == "ep_inside") > 0  # type: ignore[arg-type]
     fewer = work(Fold(12, ep=4, expert_ranks=4))
     assert seconds(fewer, EXPERT, direction) > 1.9 * seconds(apart, EXPERT, direction)
+
+
+def test_rows_travel_once_to_each_node() -> None:
+    """A token has experts on about 5.3 of 16 ranks, and on 2 nodes at most. A slow rank has no more senders than others."""
+    once, apart = work(Fold(32, ep=16, ep_inside=8, expert_ranks=16)), work(Fold(32, ep=16, expert_ranks=16))
+    rows = [ranks_of_a_token(MODEL, places) for places in (2, 16)]
+    start = DEVICE.hardware.inter.of(4)[1]
+    for kind in (DISPATCH, COMBINE):
+        ours, theirs = seconds(once, kind) - 2 * start, seconds(apart, kind) - 16 * start
+        assert ours / theirs == pytest.approx(rows[0] / rows[1])
+    few = work(Fold(17, ep=16, ep_inside=8, expert_ranks=16))  # one sender, whose rows all go to the same rank of each node
+    assert seconds(few, COMBINE) >= seconds(once, COMBINE) - 2 * start
 
 
 def test_rows_take_as_long_as_the_slower_end() -> None:

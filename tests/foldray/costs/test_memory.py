@@ -235,15 +235,15 @@ def test_activations_are_those_of_a_run(change: str, dtype: str, name: str, agai
     assert counted == pytest.approx(real, rel=0.02)
 
 
-SHARED, APART = Fold(2, ep=2), Fold(3, ep=2, expert_ranks=2)
+SHARED, APART, TO_NODES = Fold(2, ep=2), Fold(3, ep=2, expert_ranks=2), Fold(6, ep=4, ep_inside=2, expert_ranks=4)
 
 
 @pytest.mark.gate(5)
 @pytest.mark.parametrize("again", [(), ("attention", "ffn", "expert", "shared")], ids=str)
 @pytest.mark.parametrize(
     ("fold", "way", "depth"),
-    [(SHARED, "assignment", 0), (SHARED, "rank", 0), (APART, "rank", 0), (APART, "rank", 2)],
-    ids=["shared", "once", "apart", "apart, further tokens"],
+    [(SHARED, "assignment", 0), (SHARED, "rank", 0), (APART, "rank", 0), (APART, "rank", 2), (TO_NODES, "rank", 0)],
+    ids=["shared", "once", "apart", "apart, further tokens", "apart, once to each node"],
 )
 def test_activations_of_ranks_with_several_experts_are_those_of_a_run(
     ranks, fold: Fold, way: Any, depth: int, again: tuple[str, ...]
@@ -256,7 +256,7 @@ def test_activations_of_ranks_with_several_experts_are_those_of_a_run(
     if fold.disjoint:
         attention, experts = ApartWork(candidate, Sides(device, device)).memory()
         waiting = depth * sequences * length * model.hidden * 4  # gradients of heads, which do not run here
-        counted = [attention.activations - waiting, *[experts.activations] * 2]
+        counted = [attention.activations - waiting] * fold.attention_ranks + [experts.activations] * fold.moe_ranks
     else:
         counted = [ledger(candidate, RankCosts(job, fold, device, sequences)).activations] * 2
     real = ranks(fold.world_size).run(_kept_by_rank, fold, model, way, again, sequences, length)

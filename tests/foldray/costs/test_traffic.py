@@ -121,6 +121,12 @@ def test_rows_of_experts_with_ranks_of_their_own(depth: int) -> None:
     rows = 16 / 2 * 256 * 2 * (1 - 2 * (4 * 3) / (8 * 7) / 2)  # of a rank of attention in a layer
     assert sent(candidate)[ROWS] == pytest.approx(2 * blocks * rows * MODEL.hidden * 2)
     assert {flow.way for flow in edges(candidate).flows} == {"routes", "ring"}
+    to_nodes = replace(candidate, fold=Fold(10, ep=8, ep_inside=4, expert_ranks=8))
+    found = sent(to_nodes)
+    assert found[ROWS] == pytest.approx(sent(candidate)[ROWS])  # two nodes instead of two ranks
+    # A rank of the experts gets a token with a chance of 1/4, and sends as many. They travel there and back, twice.
+    passed = blocks * 16 / 8 * 256 * 8 / 4 * (4 * MODEL.hidden * 2 + 2 * (2 * 4) + 2 * 4)
+    assert found["ep_inside"] == pytest.approx(passed * 3 / 4)
     rounded = replace(candidate, job=replace(job, wire="float8"))
     out, back = MODEL.hidden + 4, MODEL.hidden * 2  # with a scale; as many rows go up as come down
     assert sent(rounded)[ROWS] == pytest.approx(blocks * rows * (out + back))

@@ -26,6 +26,7 @@ from foldray.kinds import OP_KINDS
 from foldray.plan.placing import (
     Placed,
     _best_order,
+    _folds,
     _leaner,
     _placed,
     _short,
@@ -39,6 +40,7 @@ from foldray.plan.placing import (
     sides,
     slower_kind,
 )
+from foldray.plan.report import placement
 from foldray.plan.search import Found, Planned
 from foldray.plan.space import Space
 
@@ -109,6 +111,16 @@ def test_the_roofline_gives_more_gpus_to_longer_sequences() -> None:
         shares.append(allocation.attention / 128)
         assert sum(adapters(allocation)) > 0
     assert shares[0] < shares[1]
+
+
+def test_tokens_may_travel_once_to_each_node_of_the_experts() -> None:
+    """With `dispatch: rank`, as in the search for workers that share. The keys of a recipe say so."""
+    space = Space(replace(SPACE.job, dispatch="rank"), SPACE.hardware, 32, {"tp": 1, "pp": 1, "ep": 16}, expert_gpus=16)
+    assert {(fold.cp, fold.ep_inside) for fold in _folds(space)} == {(cp, inside) for cp in (1, 2, 4, 8) for inside in (1, 8)}
+    assert {fold.ep_inside for fold in _folds(replace(space, job=SPACE.job))} == {1}
+    two = [work for work in _works(replace(space, micro_batches=(1,))) if work.candidate.fold.ep_inside > 1]
+    keys = placement(_placed(two[0], space, True))["fold"]
+    assert keys == {"tp": 1, "cp": 1, "pp": 1, "ep": 16, "ep_inside": 8}
 
 
 def test_a_dense_model_is_refused() -> None:
