@@ -122,7 +122,7 @@ class Ownership:
 
         The last block's tokens stay where they are, at the head. The experts must have ranks of their own.
         """
-        return self.places[layer][0], self.places[min(layer + 1, len(self.places) - 1)][0]
+        return self.places[layer][0], self.places[min(layer + 1, self.model.layers - 1)][0]
 
     def held_expert_stages(self, rank: int) -> tuple[Stage, ...]:
         """Return the stages whose experts a rank holds."""

@@ -19,7 +19,7 @@ from foldray.finding.moves import improve
 from foldray.graph import Chunk, Op, Place, Reduction, SliceCost, StepGraph, slice_sequence
 from foldray.kinds import ATTENTION, EXPERT, FFN, HANDOVER, HEAD, WITH_WEIGHTS
 from foldray.orders import OVERLAPS, Overlap, step_schedule
-from tests.foldray.blocks import DENSE, MOE
+from tests.foldray.blocks import DENSE, FURTHER, MOE
 from tests.foldray.order import check_lists
 from tests.foldray.random_lists import find_at_random, random_cost
 from tests.gate import examples
@@ -139,6 +139,27 @@ def test_experts_with_positions_of_their_own(micro_batches: int) -> None:
     check(graph, found.schedule)
     check_lists(graph, found.schedule)
     assert found.bound <= found.seconds <= found.named_seconds
+
+
+@pytest.mark.gate(1 / 4)
+@given(st.integers(0, 1 << 30), st.integers(1, 2), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
+@examples(25)
+def test_further_tokens_with_experts_of_their_own(
+    seed: int, further: int, micro_batches: int, degree: int, tied: bool, later: bool
+) -> None:
+    kinds = tuple(kind for kind in WITH_WEIGHTS if not (tied and kind == HEAD))
+    graph = _further(further, micro_batches, degree, tied, kinds if later else ())
+    found = find(graph, random_cost(graph, seed, False, False), moves=False)
+    check(graph, found.schedule)
+    check_lists(graph, found.schedule)
+    heads = [op for op in found.schedule[0] if op.kind == HEAD and op.direction in "FB"]
+    assert [op.direction for op in heads] == ["F", "B"] * (len(heads) // 2), "the logits of several pieces exist at a time"
+
+
+def _further(further: int, micro_batches: int, degree: int = 1, tied: bool = False, later: tuple[str, ...] = ()) -> StepGraph:
+    """Return a step of two blocks and some of further tokens, whose experts have a position of their own."""
+    blocks, cut = (MOE, MOE) + (FURTHER,) * further, slice_sequence("token_uniform", 16, degree, FLAT)
+    return StepGraph((blocks,), cut, 1, micro_batches, places=(Place(0, 1),) * len(blocks), tied=tied, later=later)
 
 
 def test_experts_rows_that_wait_for_the_residual_stream_leave_once_it_has_left() -> None:
