@@ -49,6 +49,11 @@ def test_adapters_go_by_half() -> None:
     assert placed(BOTH).adapters == placed(None).adapters == (None,) * 4
 
 
+def test_tokens_go_once_to_each_node_with_any_dispatch() -> None:
+    recipe = placed({"attention": 2, "experts": 4}, fold={"ep": 4, "ep_inside": 2}, cluster={"workers": 6})
+    assert recipe.placed_fold == Fold(6, ep=4, ep_inside=2, expert_ranks=4)
+
+
 def test_labels_go_by_half() -> None:
     labelled = {**BOTH, "attention_nodes": "gpu=h100", "expert_nodes": "gpu=a100"}
     assert placed(labelled).labels == ("gpu=h100", "gpu=h100", "gpu=a100", "gpu=a100")
@@ -108,12 +113,17 @@ def test_the_nearest_placements_are_legal() -> None:
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("dense", [0, 1, 3])
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_stages_of_experts_share_the_moe_blocks_out(every: int, dense: int, virtual: int) -> None:
-    model = ModelSpec(preset="tiny", layers=dense + 5 * every, moe_every=every, dense_first=dense)
+@pytest.mark.parametrize("further", [0, 2])
+def test_stages_of_experts_share_the_moe_blocks_out(every: int, dense: int, virtual: int, further: int) -> None:
+    """Blocks of further tokens are like the last one, which has experts here."""
+    model = ModelSpec(preset="tiny", layers=dense + 5 * every, moe_every=every, dense_first=dense, mtp_depth=further)
     ownership = Ownership(model, Fold(6, pp=2, expert_ranks=4, expert_pp=2), virtual)
     counts = [sum(model.is_moe(layer) for layer in stage.layers) for stage in ownership.expert_stages]
     assert len(counts) == 2 * virtual
-    assert sum(counts) == 5
+    assert sum(counts) == 5 + further
     assert max(counts) - min(counts) <= 1
     assert [stage.position for stage in ownership.expert_stages] == [0, 1] * virtual
-    assert [layer for stage in ownership.expert_stages for layer in stage.layers] == list(range(model.layers))
+    assert [layer for stage in ownership.expert_stages for layer in stage.layers] == list(model.all_layers)
+    assert {place[0] for place in ownership.places[model.layers - 1 :]} == {1}, (
+        "attention of further tokens is behind the last block"
+    )
