@@ -38,7 +38,7 @@ def as_candidate(recipe: Recipe) -> Candidate:
     batch = recipe.accumulation * recipe.placed_fold.dp * training.micro_batch
     dtype, iterations = DTYPES[recipe.precision], recipe.optimizer.iterations
     travel = recipe.moe.dispatch, recipe.moe.wire, schedule.context
-    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel)
+    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel, gradients=recipe.engine.wire)
     stages = schedule.virtual_stages, recipe.engine.zero, schedule.stage_layers
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, *stages)
 

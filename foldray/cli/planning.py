@@ -117,6 +117,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
     settings = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *settings)
+    job = replace(job, gradients=recipe.engine.wire) if recipe else job
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
     named_kinds = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []

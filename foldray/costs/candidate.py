@@ -62,6 +62,7 @@ class Job:
         context: how ranks that share a sequence exchange keys and values of whole ones (`schedule.context` of a recipe).
         again: those of `PARTS` that run again. Only published rows have them; foldray's runtime keeps these parts.
         software: what weights' gradients and states take.
+        gradients: how gradients are written on their way to their owner (`engine.wire` of a recipe); None is float32.
     """
 
     model: ModelSpec
@@ -74,6 +75,7 @@ class Job:
     context: Literal["ring", "all_gather"] = "ring"
     again: tuple[str, ...] = ()
     software: Software = OWN_SOFTWARE
+    gradients: Literal["bfloat16"] | None = None
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

@@ -18,7 +18,7 @@ from foldray.costs.candidate import FAMILY, Candidate, Content, Job
 from foldray.costs.device import Device
 from foldray.costs.memo import Memo, Table, shared
 from foldray.costs.mixture_parts import MixtureParts
-from foldray.costs.network import Network
+from foldray.costs.network import Network, Travel
 from foldray.costs.parts import AttentionParts
 from foldray.costs.shares import Price, Work
 from foldray.fold import Fold
@@ -261,8 +261,13 @@ class RankCosts(AttentionParts, MixtureParts):
     def reduce(self, chunk: Chunk) -> Work:
         """Return the work to reduce a chunk of gradients: an all-reduce, or with ZeRO a reduce-scatter."""
         family = FAMILY[chunk.name]
-        travel = self.network.gather if self.zero else self.network.reduce
-        return self._travel(family, travel(family, chunk.bytes))
+        return self._travel(family, self.scatter(family, chunk.bytes) if self.zero else self.network.reduce(family, chunk.bytes))
+
+    def scatter(self, family: str, bytes_: float) -> Travel:
+        """Return the cost to bring gradients to their owners: a reduce-scatter, or an all-to-all of numbers half as wide."""
+        if self.job.gradients:
+            return self.network.exchange(family, bytes_ / 2)
+        return self.network.gather(family, bytes_)
 
     @cached_property
     def handover(self) -> Work:

@@ -68,7 +68,7 @@ def sent(candidate: Candidate) -> dict[str, float]:
     whole = Content.of([StageForm(job.blocks, first=True, last=True)])
     for family, count in rank.elements(whole).items():
         held = count / (fold.moe_pp if family == "edp" else fold.pp)
-        gradients = rank.network.gather(family, 4 * held).seconds
+        gradients = rank.scatter(family, 4 * held).seconds
         gathered = rank.network.gather(family, device.bytes * held).seconds
         by_family[family] += gradients + gathered if candidate.zero else 2 * gradients
     return {family: sent_bytes for family, sent_bytes in by_family.items() if sent_bytes}

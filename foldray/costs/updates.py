@@ -61,8 +61,8 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
     software = rank.job.software
     gradients = software.gradients * count  # bytes
     chunks = max(1.0, gradients / size) if (size := reduction.most) else 1.0
-    lane, seconds = network.gather(family, gradients)
-    travel = seconds + (chunks - 1) * network.gather(family, 0).seconds
+    lane, seconds = rank.scatter(family, gradients)
+    travel = seconds + (chunks - 1) * rank.scatter(family, 0).seconds
     reduce = 0.0 if zero == 3 else travel * (1 if zero else 2)
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]

@@ -236,6 +236,8 @@ def _check_engine(recipe: Description) -> None:
     if engine.kind == "torch" and engine.zero and recipe.model.shares_embedding and recipe.fold.pp > 1:
         rule = "the torch engine cannot shard an embedding that two pipeline stages share; kind=deepspeed can"
         raise UserError("engine.zero", engine.zero, rule, [0])
+    if engine.wire is not None:
+        _check_gradients(recipe)
     if engine.kind == "deepspeed" and recipe.precision == "bfloat16" and engine.zero == 0:
         raise UserError("engine.zero", 0, "DeepSpeed's stage 0 keeps no sharded float32 state for a bfloat16 model", [1, 2])
     if engine.kind == "deepspeed" and recipe.precision == "float64":
@@ -251,6 +253,19 @@ def _check_engine(recipe: Description) -> None:
         if optimizer.kind != "muon" and value != usual:
             rule = f"has no meaning with kind={optimizer.kind}, only with muon"
             raise UserError(f"optimizer.{key}", value, rule, [_WRITTEN.get(usual, usual)])
+
+
+def _check_gradients(recipe: Description) -> None:
+    """Check that gradients may be rounded on the wire."""
+    engine = recipe.engine
+    if engine.kind == "deepspeed":
+        raise UserError("engine.wire", engine.wire, "is for engine.kind=torch; DeepSpeed sends gradients itself", ["null"])
+    if engine.zero == 0:
+        rule = "sends gradients to the one owner of their sum; with engine.zero=0 every worker has all sums"
+        raise UserError("engine.wire", engine.wire, rule, ["null"])
+    if recipe.precision == "float64":
+        rule = "rounds gradients, and precision: float64 is for exact comparisons"
+        raise UserError("engine.wire", engine.wire, rule, ["null"])
 
 
 _NARROWED = {"bfloat16": ("float32",), "float8": ("float32", "bfloat16")}

@@ -208,6 +208,10 @@ class EngineSpec(Strict):
     """ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves
     memory; 2 also frees gradients as they leave, which with `kind: deepspeed` needs
     `schedule.reduction: buckets` or `chunks`. The default is 0 with `kind: torch`."""
+    wire: Literal["bfloat16"] | None = None
+    """How gradients are written on their way to the worker that owns their sum. Null sends float32.
+    `bfloat16` halves the bytes, and rounds each worker's part of a sum by up to 1/256 of it; the owner
+    adds the parts up in float32. It needs `kind: torch` and `zero: 1` or `2`."""
 
     @model_validator(mode="before")
     @classmethod

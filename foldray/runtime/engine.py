@@ -73,13 +73,20 @@ class TorchEngine:
     Args:
         zero: 1 shards the optimizer and its weights over the ranks that hold the same parameters, 2 also frees gradients as
             they leave (ZeRO, Rajbhandari et al. 2020); 0 does neither.
+        wire: the type of gradients on their way to their owner; None is that of the sums. Only with `zero`.
     """
 
     def __init__(
-        self, model: Transformer, groups: Groups, optimizer: OptimizerSpec, ordering: Ordering | None = None, zero: int = 0
+        self,
+        model: Transformer,
+        groups: Groups,
+        optimizer: OptimizerSpec,
+        ordering: Ordering | None = None,
+        zero: int = 0,
+        wire: torch.dtype | None = None,
     ):
         self.model, self.spec = model, optimizer
-        self.gradients = Gradients(model, groups, zero)
+        self.gradients = Gradients(model, groups, zero, wire=wire)
         self.execution = Execution(model, groups, self.gradients, ordering)
         self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter: what this rank's optimizer updates
         for parameter, gradient in self.gradients.views.items():

@@ -16,6 +16,9 @@ Each class has one flat buffer, in the order in which backward completes the gra
 step's list starts (`orders/reduction.py`). After an all-reduce, every rank has all sums. After a reduce-scatter, a rank
 has the sums that it owns (ZeRO-1, Rajbhandari et al. 2020). With `release`, the memory of a gradient is freed once the
 gradient has left (ZeRO-2).
+
+Sums that have one owner may be made of rounded parts (`wire`): an all-to-all brings the parts of all ranks to the owner, which
+adds them up in the type of the buffer, in the order of ranks. So sums do not depend on how a backend would add.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class GradientBuffer:
         sharded: whether a rank gets only the sums that it owns.
         release: whether the memory of a gradient is freed once the gradient has left; only with `sharded`.
         granule: as in `Sharding`.
+        wire: the type of gradients on their way to their owner; None is that of the buffer. Only with `sharded`.
 
     Attributes:
         sums: this rank's sums: the whole buffer, or the elements that it owns.
@@ -68,8 +72,9 @@ class GradientBuffer:
         sharded: bool = False,
         release: bool = False,
         granule: int = 1,
+        wire: torch.dtype | None = None,
     ):
-        self.name, self.sections, self.communicator = name, sections, communicator
+        self.name, self.sections, self.communicator, self._wire = name, sections, communicator, wire
         self.parameters = [parameter for section in sections for parameter in section.parameters]
         example = self.parameters[0]
         self.dtype, self.device = torch.promote_types(example.dtype, torch.float32), example.device
@@ -120,7 +125,21 @@ class GradientBuffer:
             return self.communicator.start_all_reduce(self.flat[start:stop])
         rows = [self.sharding.by_owner(self._section(cut))[:, cut.columns] for cut in self.sharding.cuts(start, stop)]
         mine = self.sums[self.sharding.share(start, stop)]
+        if self._wire is not None:
+            return self._start_rounded([row.to(self._wire) for row in rows], mine)
         return self.communicator.start_reduce_scatter(torch.cat(rows, dim=1).flatten(), mine)
+
+    def _start_rounded(self, rows: Sequence[torch.Tensor], mine: torch.Tensor) -> Pending:
+        """Start to send every owner its part of these rows, and to bring the sum of what comes here into `mine`."""
+
+        def add_up(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+            mine.zero_()
+            for part in parts[0]:
+                mine.add_(part)
+            return (mine,)
+
+        each = [1] * self.communicator.size
+        return self.communicator.start_all_to_all(torch.cat(list(rows), dim=1), each, each).then(add_up)
 
     def zero(self) -> None:
         for tensor in (self.flat, self.sums):
@@ -183,9 +202,12 @@ class Gradients:
 
     Args:
         zero: 0 gives every rank all sums, 1 only the sums that it owns, 2 also frees gradients as they leave.
+        wire: as in `GradientBuffer`.
     """
 
-    def __init__(self, model: Transformer, groups: Groups, zero: int = 0, owners: Owners | None = None):
+    def __init__(
+        self, model: Transformer, groups: Groups, zero: int = 0, owners: Owners | None = None, wire: torch.dtype | None = None
+    ):
         self.groups, owners = groups, owners or Owners()
         copied = zero > 0 and not owners.by_tensor and groups.tensor.size > 1
         communicators: dict[GradientClass, Communicator] = {
@@ -196,7 +218,7 @@ class Gradients:
         # A rank may hold no parameter of a class: a stage of dense blocks has no experts. Then its group has none either.
         held = {name: _sections(model, name, owners.apart) for name in communicators}
         self.buffers = tuple(
-            GradientBuffer(name, held[name], over, zero > 0, zero > 1, owners.granule)
+            GradientBuffer(name, held[name], over, zero > 0, zero > 1, owners.granule, wire)
             for name, over in communicators.items()
             if held[name]
         )

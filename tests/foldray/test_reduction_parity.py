@@ -13,7 +13,8 @@ from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
-from tests.foldray.parity import BATCH, check_equal, make_recipe, model_of, one_process, train
+from tests.foldray.parity import BATCH, check_equal, engine_on, make_recipe, model_of, one_process, own_batches, train, worst
+from tests.foldray.strict import StrictPools
 from tests.gate import examples
 
 FOLDS: list[tuple[int, dict[str, int]]] = [
@@ -105,3 +106,61 @@ def _sums(rank: int, model: dict[str, Any], size: int, zero: int) -> tuple[dict[
         })  # fmt: skip
     groups.close()
     return found[0], found[1]
+
+
+ROUNDED: list[tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = [
+    (2, {}, {"reduction": "end"}, {}),
+    (4, {"ep": 2}, {"reduction": "chunks", "sp_bytes": 3000}, {}),
+    (4, {"cp": 2, "etp": 2}, {"kind": "stream", "degree": 2, "reduction": "buckets", "sp_bytes": 1024}, {}),
+    (8, {"tp": 2, "pp": 2, "ep": 2}, {"kind": "moe_only", "degree": 2, "reduction": "chunks", "sp_bytes": 4096}, {}),
+    (4, {}, {"reduction": "chunks"}, {"placement": {"attention": 2, "experts": 2}}),
+]
+
+
+def rounded(world: int, fold: dict[str, int], schedule: dict[str, Any], sections: dict[str, Any], **engine: Any) -> Recipe:
+    size = {"training": {"micro_batch": 1}}
+    engine = {"kind": "torch", "zero": 1, "wire": "bfloat16", **engine}
+    return make_recipe(world, fold, schedule=schedule, engine=engine, precision="float32", **size, **sections)
+
+
+def sums_of_parts(rank: int, recipe: Recipe) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Return, for every class, the sums of a step, the sums of all ranks' rounded parts, and the bytes that have left."""
+    with engine_on(recipe, rank) as (engine, groups):
+        engine.train(own_batches(recipe, groups, 0))
+        found = []
+        for buffer in engine.gradients.buffers:
+            if not buffer.sharded:
+                continue
+            over = buffer.communicator
+            left = sum(count.inside_bytes for (name, _), count in groups.traffic.counts.items() if name == over.name)
+            ours = buffer.sharding.in_order(over.all_gather(buffer.sums))
+            theirs = torch.zeros_like(ours)
+            for part in over.all_gather(buffer.flat).view(over.size, -1):
+                theirs += part.bfloat16().float()
+            found.append((ours, theirs, left * over.size // (over.size - 1) // buffer.sharding.padded))
+        return found
+
+
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize(("world", "fold", "schedule", "sections"), ROUNDED, ids=str)
+def test_sums_are_those_of_rounded_parts(ranks, world: int, fold: dict, schedule: dict, sections: dict) -> None:
+    """To the bit, for the owner adds up in float32, in the order of ranks. A number has two bytes on the wire."""
+    for classes in ranks(world).run(sums_of_parts, rounded(world, fold, schedule, sections)):
+        assert classes
+        for ours, theirs, number in classes:
+            assert ours.abs().max() > 0
+            assert torch.equal(ours, theirs)
+            assert number == 2
+
+
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_rounded_gradients_are_read_when_they_are_there(ranks, zero: int) -> None:
+    """Weights are those of the usual communicator and of ZeRO-1, to the bit, and near those of one process."""
+    case = ROUNDED[1]
+    usual = ranks(4).run(train, rounded(*case), 2)
+    strict = StrictPools(ranks)(4).run(train, rounded(*case, zero=zero), 2)
+    for ours, theirs in zip(strict, usual, strict=True):
+        assert all(torch.equal(held.tensor, theirs["weights"][name].tensor) for name, held in ours["weights"].items())
+    off, _ = worst(usual, one_process(rounded(*case), steps=2), relative=True)
+    assert 1e-5 < off < 1e-1

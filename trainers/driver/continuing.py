@@ -29,6 +29,7 @@ _RULES: dict[str, Literal["kept", "told", "free"]] = {
     "model.router.pad": "told",
     "data.mask_documents": "kept",
     "optimizer": "told", "optimizer.kind": "kept", "training.steps": "told", "precision": "told", "moe.wire": "told",
+    "engine.wire": "told",
 }  # fmt: skip
 """What becomes of a key or a section with other values. The longest name decides, and other keys are free.
 

@@ -69,6 +69,7 @@ class Verification:
     changed: dict[str, Any]
     rounded: dict[str, Any] | None = None
     wire: str | None = None
+    gradient_wire: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -77,8 +78,9 @@ class Verification:
 
     @property
     def update_tolerance(self) -> float:
-        """The largest `update_rel_diff` that counts as rounding. Rows that are rounded on the wire allow as much as bfloat16."""
-        return UPDATE_TOLERANCE["bfloat16" if self.wire else self.precision]
+        """The largest `update_rel_diff` that counts as rounding. Rows and gradients that are rounded on the wire allow as much as
+        bfloat16."""
+        return UPDATE_TOLERANCE["bfloat16" if self.wire or self.gradient_wire else self.precision]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the document of `foldray verify --json`."""
@@ -156,7 +158,7 @@ def compared(recipe: Recipe, differences: Mapping[str, Any]) -> Verification:
     wide = as_checked(recipe)
     return Verification(
         dtype=wide.precision, precision=recipe.precision, changed=_changed(recipe, wide), engine=recipe.engine.kind,
-        backend=recipe.moe.backend, wire=recipe.moe.wire, **differences,
+        backend=recipe.moe.backend, wire=recipe.moe.wire, gradient_wire=recipe.engine.wire, **differences,
     )  # fmt: skip
 
 
@@ -168,18 +170,18 @@ def as_checked(recipe: Recipe, wire: str | None = None) -> Recipe:
     """
     wide = recipe.engine.kind == "torch" and recipe.moe.backend != "tutel" and wire is None
     optimizer = {"kind": "sgd", "momentum": 0.9, "lr": 1e-3, "weight_decay": 0.0, "clip": None}
-    return _with(recipe, "float64" if wide else "float32", optimizer, wire)
+    return _with(recipe, "float64" if wide else "float32", optimizer, wire, None)
 
 
 def as_updated(recipe: Recipe) -> Recipe:
     """Return the recipe for `compare_updates`. Its update is the gradient, and its drops do not depend on the fold."""
     optimizer = {"kind": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip": recipe.optimizer.clip}
-    return _with(recipe, recipe.precision, optimizer, recipe.moe.wire)
+    return _with(recipe, recipe.precision, optimizer, recipe.moe.wire, recipe.engine.wire)
 
 
-def _with(recipe: Recipe, precision: str, optimizer: dict[str, Any], wire: str | None) -> Recipe:
+def _with(recipe: Recipe, precision: str, optimizer: dict[str, Any], wire: str | None, gradients: str | None) -> Recipe:
     values = recipe.model_dump() | {"precision": precision, "optimizer": optimizer}
-    values["moe"]["wire"] = wire
+    values["moe"]["wire"], values["engine"]["wire"] = wire, gradients
     values["cluster"]["max_failures"] = 0
     if recipe.model.router.capacity_factor is not None:
         values["model"]["router"]["drop_scope"] = "sequence"
@@ -267,7 +269,7 @@ def _report(result: Verification) -> str:
             *_figure_lines(result.rounded),
             f"  all gradients   {result.rounded['grad_rel_distance']:.1e} (of their length)",
         ]
-    if changes := {key: value for key, value in result.changed.items() if key not in ("precision", "moe.wire")}:
+    if changes := {key: value for key, value in result.changed.items() if key not in ("precision", "moe.wire", "engine.wire")}:
         values = ", ".join(f"{key}={value}" for key, value in changes.items())
         lines.append(f"compared with {values}, because otherwise the dropped tokens depend on how sequences are cut")
     if not result.passed:

@@ -40,7 +40,8 @@ def _engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     seed, dtype, context = recipe.training.seed, DTYPES[recipe.precision], recipe.schedule.context
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":
-        return TorchEngine(model, groups, recipe.optimizer, recipe.ordering, recipe.engine.zero)
+        wire = torch.bfloat16 if recipe.engine.wire else None
+        return TorchEngine(model, groups, recipe.optimizer, recipe.ordering, recipe.engine.zero, wire)
     try:
         from trainers.worker.deepspeed_engine import DeepSpeedEngine
     except ModuleNotFoundError as error:

@@ -74,7 +74,8 @@ def run_step(candidate: Candidate) -> Step:
         groups = Groups.create(candidate.fold, 0)
         backend = MoeBackend(dispatch=candidate.job.dispatch, wire=candidate.job.wire)
         model = Transformer(Ownership(candidate.job.model, candidate.fold), groups, backend, dtype=torch.bfloat16)
-        engine = TorchEngine(model, groups, OptimizerSpec(), candidate.ordering, candidate.zero)
+        wire = torch.bfloat16 if candidate.job.gradients else None
+        engine = TorchEngine(model, groups, OptimizerSpec(), candidate.ordering, candidate.zero, wire)
         moments = [engine._remembered(parameter, key) for parameter in engine.masters for key in ("exp_avg", "exp_avg_sq")]
         held, shape = live.now, (candidate.micro_batch, candidate.job.seq_len)
         text = torch.zeros(shape, dtype=torch.int64)

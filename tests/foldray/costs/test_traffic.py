@@ -47,6 +47,16 @@ def test_planned_bytes_are_counted_bytes(fold: Fold, zero: int) -> None:
     _check(Candidate(job, fold, micro_batch=2, zero=zero))
 
 
+@pytest.mark.parametrize("fold", [Fold(8, ep=4), Fold(8, tp=2, cp=2, ep=2)], ids=str)
+def test_rounded_gradients_are_half_as_many_bytes(fold: Fold) -> None:
+    job = replace(JOB, gradients="bfloat16")
+    candidate = Candidate(job, fold, micro_batch=2, zero=1)
+    _check(candidate)
+    exact = sent(replace(candidate, job=JOB))
+    for family in ("dp_cp", "edp"):  # weights are gathered in bfloat16
+        assert sent(candidate)[family] == pytest.approx(exact[family] * (2 + 2) / (4 + 2))
+
+
 @pytest.mark.gate(1)
 @pytest.mark.parametrize("length", [256, 1024])
 @pytest.mark.parametrize("kind", [LINEAR, KIMI], ids=["linear", "kimi"])

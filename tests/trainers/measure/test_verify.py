@@ -169,6 +169,19 @@ def test_not_a_number_fails() -> None:
 
 
 @pytest.mark.gate(1 / 4)
+@pytest.mark.gate(1 / 4)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_that_are_rounded_are_no_mistake(ranks, zero: int) -> None:
+    """Gradients are compared without rounding, and updates with it."""
+    recipe = make_recipe(2, 2, **{**_QUIET, "engine": {"kind": "torch", "zero": zero, "wire": "bfloat16"}})
+    found = compared(recipe, ranks(2).run(run_comparison, recipe)[0])
+    assert found.passed, found
+    assert found.grad_max_rel_diff <= TOLERANCE["float64"]
+    assert 1e-5 < found.update_rel_diff <= UPDATE_TOLERANCE["bfloat16"]
+    assert "engine.wire" not in _report(found)
+    assert not compared(recipe, ranks(2).run(run_comparison, recipe, "expert")[0]).passed, "rounding hides no mistake"
+
+
 def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(
@@ -180,7 +193,7 @@ def test_the_command_on_ray(ray_session, tmp_path, monkeypatch, capsys) -> None:
     assert set(found) == {
         "dtype", "engine", "backend", "loss_abs_diff", "grad_max_rel_diff", "worst_parameter", "passed",
         "precision", "update_rel_diff", "update_worst_parameter", "norm_rel_diff", "evaluation_abs_diff", "changed",
-        "grad_rel_distance", "rounded", "wire",
+        "grad_rel_distance", "rounded", "wire", "gradient_wire",
     }  # fmt: skip
     assert (found["dtype"], found["engine"], found["passed"]) == ("float64", "torch", True)
     assert sorted(path.name for path in tmp_path.rglob("*") if "verify" in path.name) == []
