@@ -82,9 +82,6 @@ class Family(NamedTuple):
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:
                 raise ValueError(f"says {key}={config[key]}, and foldray reads {value} only")
-        for key, value in config.items():
-            if key.endswith(("dropout", "pdrop")) and value:
-                raise ValueError(f"says {key}={value}, and foldray trains without dropout; write 0 there to leave it out")
         keys = {ours: theirs for ours, theirs in {**_KEYS, **self.keys}.items() if ours != _BALANCE}
         equal = {ours: config[theirs] for ours, theirs in keys.items() if theirs in config}
         width = {"head_dim": head_dim(config)}

@@ -73,7 +73,7 @@ def import_hf(
     document = {
         "recipe": str(path), "folder": str(weights.folder), "parameters": count, "mtp_depth": recipe.model.mtp_depth,
         "left_out": left_out, "quantized": weights.format().method if weights.quantized(recipe.model) else None,
-        "tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin,
+        "tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin, "dropout": weights.dropout(),
     }  # fmt: skip
     print(json.dumps(document) if as_json else _told(recipe, weights, path, count, left_out, origin))
     return 0
@@ -124,6 +124,9 @@ def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: in
     if quantized := weights.quantized(recipe.model):
         values = f"{weights.format().title}; training starts from the values that they stand for"
         further.append(f"  quantized   {quantized:,} tensors, {values}")
+    if dropout := weights.dropout():
+        asked = ", ".join(f"{key}={value:g}" for key, value in dropout.items())
+        further.append(f"  dropout     none: config.json asks for {asked}, and foldray trains without it")
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",
         "",

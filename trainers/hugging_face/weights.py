@@ -232,6 +232,10 @@ class Weights:
         names = {tensor.name for tensor in tensors_of(self._owner(model), model)}
         return sum(form.parts(name, self.files) != (name,) for name in names)
 
+    def dropout(self) -> dict[str, float]:
+        """Return the keys of `config.json` that ask for dropout in training, which foldray does not have."""
+        return {key: value for key, value in self.config().items() if key.endswith(("dropout", "pdrop")) and value}
+
     def left_out(self, model: ModelSpec) -> list[str]:
         """Return the tensors of parts that the model has not: for further tokens, or for other media than text."""
         family, config = self._described()

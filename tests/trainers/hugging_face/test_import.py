@@ -113,6 +113,11 @@ def test_what_import_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert found["parameters"] == sum(parameter.numel() for parameter in transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**MIXTRAL)
     ).parameters())  # fmt: skip
+    assert found["dropout"] == {}
+    changed(tmp_path / "hub", attention_dropout=0.1)
+    assert main(["import-hf", str(tmp_path / "hub"), str(tmp_path / "again.yaml"), "--tokenizer", "byte"]) == 0
+    line = "  dropout     none: config.json asks for attention_dropout=0.1, and foldray trains without it"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.gate(4)
@@ -251,9 +256,6 @@ BAD = {
         "its config.json says rope_parameters={'rope_type': 'dynamic'",
     ),
     "another activation": (lambda hub: changed(hub, hidden_act="gelu"), "its config.json says hidden_act=gelu, and foldray"),
-    "dropout": (
-        lambda hub: changed(hub, attention_dropout=0.1), "says attention_dropout=0.1, and foldray trains without dropout; write",
-    ),
     "more experts": (lambda hub: changed(hub, num_local_experts=8), "has no tensor model.layers.0.block_sparse_moe.experts.4."),
     "another family": (lambda hub: changed(hub, model_type="olmoe", num_experts=4), "experts.0.w1.weight, which the recipe's"),
     "a list as config": (lambda hub: (hub / "config.json").write_text("[]"), "config.json cannot be read (Input should be an"),
