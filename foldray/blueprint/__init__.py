@@ -7,6 +7,7 @@ from foldray.blueprint.model import ModelSpec
 from foldray.blueprint.ownership import GradientPart, Maker, Ownership, Piece, made_at
 from foldray.blueprint.parameters import (
     ParameterSpec,
+    adapter_pairs,
     count_by_cut,
     count_by_op,
     count_parameters,

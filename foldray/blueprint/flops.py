@@ -1,7 +1,8 @@
 """Floating-point operations of one training step, in closed form. No torch.
 
 These are model FLOPs. Only matrix products count; a product of [a, b] by [b, c] is 2abc. Backward counts twice as much as
-forward. Recomputation does not count. Attention counts the pairs of a query and a key that it sees, which is half of S×S for
+forward. With adapters, their own products count in the same way; the model's own weights are frozen, so their products count once
+in backward. Recomputation does not count. Attention counts the pairs of a query and a key that it sees, which is half of S×S for
 causal attention without a window. `causal=False` counts all of S×S for every window. Linear attention counts three products of a
 token with the state of each head: what it reads, what it writes, and what the query reads.
 """
@@ -12,6 +13,7 @@ from collections import Counter
 
 from foldray.blueprint.block import BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
+from foldray.blueprint.parameters import count_by_cut
 from foldray.errors import UserError
 
 
@@ -34,12 +36,10 @@ def half_flops(model: ModelSpec, seq_len: int) -> tuple[float, float]:
 def _halves(model: ModelSpec, block: BlockSpec, seq_len: int, causal: bool) -> tuple[float, float]:
     """Return the FLOPs of a token in a block: attention with everything dense, and the experts."""
     attention, moe = block.attention, block.moe
-    keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
     products = sum(width * (inside or model.hidden) for inside, width in attention.inputs.values())
     products += model.hidden * (attention.outputs + sum(attention.downs.values()))
     products += 2 * model.hidden * model.hidden * block.mtp
-    core = 6 * attention.state if attention.linear else 2 * (attention.queries + attention.outputs) * keys
-    flops = 2 * products + core
+    flops = 2 * products + _core(block, seq_len, causal)
     if block.dense:
         flops += _feed_forward(model.hidden, block.dense)
     if not moe:
@@ -48,10 +48,23 @@ def _halves(model: ModelSpec, block: BlockSpec, seq_len: int, causal: bool) -> t
     return flops, moe.topk * _feed_forward(model.hidden, moe.expert)
 
 
+def _core(block: BlockSpec, seq_len: int, causal: bool) -> float:
+    """Return the FLOPs of a token in attention that have no weights: scores and sums of values, or states."""
+    attention = block.attention
+    keys = attention.sees.pairs(range(seq_len)) / seq_len if causal else seq_len
+    return 6 * attention.state if attention.linear else 2 * (attention.queries + attention.outputs) * keys
+
+
 def _feed_forward(hidden: int, spec: FeedForwardSpec) -> int:
     return 2 * hidden * (spec.width + spec.inner)
 
 
 def step_flops(model: ModelSpec, seq_len: int, sequences: int, causal: bool = True) -> float:
     """Return the FLOPs of forward and backward over `sequences` sequences of `seq_len` tokens."""
-    return 3 * forward_flops_per_token(model, seq_len, causal) * seq_len * sequences
+    token = forward_flops_per_token(model, seq_len, causal)
+    if model.adapter is None:
+        return 3 * token * seq_len * sequences
+    core = sum(_core(model.block(layer), seq_len, causal) for layer in model.all_layers)
+    outside, inside = count_by_cut(model, trained=True)
+    adapters = 2.0 * (outside + inside * model.topk / model.experts)
+    return (2 * token + core + 3 * adapters) * seq_len * sequences

@@ -27,6 +27,7 @@ from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import (
     MOST_DEPTH,
     MOST_LAYERS,
+    AdapterSpec,
     Experts,
     Heads,
     Layers,
@@ -200,6 +201,9 @@ class ModelSpec(Strict):
     """Standard deviation of the initial weights. Matrices that end a residual branch start
     smaller."""
     router: RouterSpec = RouterSpec()
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters (LoRA), which training changes in place of the model's own weights. Null
+    trains all weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,6 +230,7 @@ class ModelSpec(Strict):
             raise UserError("model.rope_dim", self.rope_dim, f"must be even, and at most head_dim={self.head_dim}")
         self._check_latent()
         self._check_linear()
+        self._check_adapter()
         if self.shared_gate and not self.shared_hidden:
             raise UserError("model.shared_gate", True, "needs a shared expert (shared_hidden)", [False])
         if self.topk > self.experts:
@@ -290,6 +295,27 @@ class ModelSpec(Strict):
         heads, key_heads = self.linear_heads or self.heads, self.linear_key_heads
         if key_heads and heads % key_heads:
             raise UserError("model.linear_key_heads", key_heads, f"must divide linear_heads={heads}", divisors(heads))
+
+    def _check_adapter(self) -> None:
+        if (adapter := self.adapter) is None:
+            return
+        if self.mtp_depth:
+            raise UserError("model.mtp_depth", self.mtp_depth, "must be 0 with adapters (model.adapter)", [0])
+        if self.router.bias_rate:
+            rule = "must be 0 with adapters (model.adapter), which leave the router as it is"
+            raise UserError("model.router.bias_rate", self.router.bias_rate, rule, [0])
+        if adapter.attention and (self.latent_rank or LINEAR.name in self.windows):
+            kind = "latent attention (latent_rank)" if self.latent_rank else f"linear attention (windows: {LINEAR.name})"
+            rule = f"has no adapters for {kind}"
+            raise UserError("model.adapter.targets", list(adapter.targets), rule, ["gate_up_proj", "down_proj"])
+        if not adapter.attention and not self.moe_layers:
+            rule = "names products of experts alone, and the model has none"
+            raise UserError("model.adapter.targets", list(adapter.targets), rule, ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+    @property
+    def base(self) -> ModelSpec:
+        """The same model without adapters."""
+        return self.model_copy(update={"adapter": None})
 
     @property
     def activation(self) -> Activation:

@@ -172,6 +172,7 @@ class Ownership:
         }
         for name, piece in self.pieces(rank).items():
             second = name == "embedding.weight" and seat["attention"]["pp"] > 0
+            second |= piece.spec.in_slices and seat["moe"]["etp"] > 0
             if first_copy[piece.spec.gradient_class] and not second:
                 yield name
 
@@ -196,7 +197,7 @@ class Ownership:
         first.
         """
         sizes: dict[GradientClass, dict[tuple[Maker, ...], int]] = {"dense": {}, "replicated": {}, "expert": {}}
-        for piece in self.pieces(rank).values():
+        for piece in filter(lambda piece: piece.spec.trained, self.pieces(rank).values()):
             of_class, makers = sizes[piece.spec.gradient_class], self.makers(piece.spec, rank)
             of_class[makers] = of_class.get(makers, 0) + math.prod(piece.shape)
         return {
@@ -229,6 +230,9 @@ def check_apart(model: ModelSpec) -> None:
     if model.norms != "before":
         rule = "must be before if the experts have workers of their own (placement)"
         raise UserError("model.norms", model.norms, rule, ["before"])
+    if model.adapter is not None:
+        rule = "cannot be if the experts have workers of their own (placement)"
+        raise UserError("model.adapter", "given", rule, ["null"])
 
 
 def _check_divides(model: ModelSpec, fold: Fold) -> None:
@@ -254,6 +258,11 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
             legal = [d for d in divisors(fold.world_size) if whole % d == 0 or (copies and d % whole == model.heads % d == 0)]
             rule = f"must divide model.{field}={whole}" + ", or be a multiple of it" * copies
             raise UserError(f"fold.{axis}", size, rule, legal)
+    if model.adapter is not None and model.adapter.attention and model.copies_keys(fold.tp):
+        rule = (
+            f"gives workers copies of kv_heads={model.kv_heads}, and attention's adapters (model.adapter.targets) have no copies"
+        )
+        raise UserError("fold.tp", fold.tp, rule, divisors(model.kv_heads))
     if model.expert_bias and fold.etp > 1:
         raise UserError("fold.etp", fold.etp, "cannot cut experts that have biases (model.expert_bias)", [1])
     if model.vocab % fold.tp:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
 from foldray.blueprint.block import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.blueprint.model import ModelSpec
+from foldray.blueprint.sections import AdapterSpec
 from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
 from foldray.windows import LINEAR
 
 GradientClass = Literal["dense", "replicated", "expert"]
 CLASSES: tuple[GradientClass, ...] = get_args(GradientClass)
 DecayInit = Literal["decay_rate", "time_step"]
+_FIRST, _SECOND = "_lora.a", "_lora.b"  # ends of the names of an adapter's matrices
 _FILTERS = (".query_filter", ".key_filter", ".value_filter")
 
 
@@ -40,6 +42,7 @@ class ParameterSpec:
         cut: the axis along which tp ("dense") or etp ("expert") cuts it; None leaves it whole.
         init: standard deviation of the normal distribution of its initial values; 0 is zeros, None is ones (norm weights). For
             the decay of linear attention, the name of a distribution (`Transformer`).
+        trained: whether training changes it. With adapters, it changes them alone.
     """
 
     name: str
@@ -49,6 +52,7 @@ class ParameterSpec:
     gradient_class: GradientClass = "dense"
     cut: int | None = None
     init: float | DecayInit | None = None
+    trained: bool = True
 
     @property
     def count(self) -> int:
@@ -58,6 +62,11 @@ class ParameterSpec:
     def expert(self) -> int | None:
         """Global id of its expert; None outside of experts."""
         return int(self.name.split(".experts.")[1].split(".")[0]) if self.gradient_class == "expert" else None
+
+    @property
+    def in_slices(self) -> bool:
+        """Whether every slice of an expert (ETP) has it whole, and a part of its gradient."""
+        return self.gradient_class == "expert" and self.cut is None
 
     @property
     def is_hidden_matrix(self) -> bool:
@@ -70,7 +79,7 @@ class ParameterSpec:
 
 
 def parameter_table(model: ModelSpec, copies: bool = False) -> tuple[ParameterSpec, ...]:
-    """Return all parameters of the model, in the order in which forward uses them.
+    """Return all parameters of the model, in the order in which forward uses them. Those of adapters are the last ones.
 
     Args:
         copies: whether several TP ranks have the same key/value head (`ModelSpec.copies_keys`). Each then has the weights of all
@@ -87,18 +96,36 @@ def parameter_table(model: ModelSpec, copies: bool = False) -> tuple[ParameterSp
         table.append(ParameterSpec("head.weight", vocabulary, model.layers - 1, HEAD, cut=0, init=std))
     for layer in model.all_layers[model.layers :]:
         table += _prediction(model, layer, copies)
-    return tuple(table)
+    if model.adapter is None:
+        return tuple(table)
+    frozen = (replace(row, trained=False) for row in table)
+    return (*frozen, *(row for layer in range(model.layers) for row in _adapters(model, model.adapter, layer)))
+
+
+def adapter_pairs(model: ModelSpec) -> dict[str, tuple[str, str]]:
+    """Return the names of the pair of matrices that is added to a parameter, by the name of the parameter."""
+    names = {row.name for row in parameter_table(model) if row.trained and model.adapter}
+    pairs = {}
+    for name in names:
+        if name.endswith(_SECOND):
+            own = name.removesuffix(_SECOND)
+            shared = f"{own.rsplit('.', 1)[0]}.inwards"  # of an expert's gate and up
+            pairs[own] = (f"{own if own + _FIRST in names else shared}{_FIRST}", name)
+    return pairs
 
 
 def count_parameters(model: ModelSpec) -> int:
     return sum(count_by_cut(model))
 
 
-def count_by_cut(model: ModelSpec) -> tuple[int, int]:
+def count_by_cut(model: ModelSpec, trained: bool = False) -> tuple[int, int]:
     """Return the number of elements outside of the experts, and the number of elements of all experts.
 
     tp cuts most of the first, ep and etp cut the second. The numbers come from closed forms, because the table of a model
     that must be refused for its size may be too long to make.
+
+    Args:
+        trained: whether to count only those that training changes. With adapters, these are theirs alone.
     """
     hidden, matrices = model.hidden, 1 + len(model.activation.inwards)
     norm = hidden * (2 if model.norm == "layernorm" else 1)
@@ -114,7 +141,21 @@ def count_by_cut(model: ModelSpec) -> tuple[int, int]:
     routed = sparse * hidden * (model.experts + matrices * model.shared_hidden + model.shared_gate)
     routed += sparse * model.experts * model.router.logit_bias
     expert = matrices * hidden * model.expert_hidden + model.expert_bias * ((matrices - 1) * model.expert_hidden + hidden)
-    return edges * hidden + norm + blocks + dense + routed, sparse * model.experts * expert
+    outside, inside = edges * hidden + norm + blocks + dense + routed, sparse * model.experts * expert
+    if model.adapter is None:
+        return outside, inside
+    more_outside, more_inside = _adapter_count(model, model.adapter)
+    adapters = model.layers * more_outside, sparse * model.experts * more_inside
+    return adapters if trained else (outside + adapters[0], inside + adapters[1])
+
+
+def _adapter_count(model: ModelSpec, adapter: AdapterSpec) -> tuple[int, int]:
+    """Return the number of elements of the adapters of a block's attention, and of one expert."""
+    attention, hidden, inner = model.block(0).attention, model.hidden, model.expert_hidden
+    widths = {part: width for part, (_, width) in attention.inputs.items()} | {"out": attention.outputs}
+    outside = sum(hidden + widths[part] for part in adapter.attention)
+    inside = adapter.inwards * (hidden + len(model.activation.inwards) * inner) + adapter.outwards * (inner + hidden)
+    return adapter.rank * outside, adapter.rank * inside
 
 
 def _attention_count(spec: AttentionSpec, hidden: int) -> int:
@@ -128,11 +169,16 @@ def _attention_count(spec: AttentionSpec, hidden: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def count_by_op(model: ModelSpec, copies: bool = False) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
+def count_by_op(
+    model: ModelSpec, copies: bool = False, trained: bool = True
+) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
     """Return the number of elements that the ops of one block compute with, by kind of op and block.
 
-    A value is (elements that are cut among ranks, elements that each rank has whole). The block of the embedding and of the
-    head is None.
+    A value is (elements that are cut among ranks, elements that each rank has whole; slices of an expert have some of its
+    elements whole). The block of the embedding and of the head is None.
+
+    Args:
+        trained: whether to count elements that training changes, or those that it leaves as they are.
     """
     first: dict[tuple[str, BlockSpec | None], int] = {}
     counts: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
@@ -140,6 +186,9 @@ def count_by_op(model: ModelSpec, copies: bool = False) -> Mapping[tuple[str, Bl
         key = spec.op, None if spec.op in (EMBED, HEAD) else model.block(spec.layer)
         if key[1] is None or first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
             cut, whole = counts.get(key, (0, 0))
+            if spec.trained != trained:
+                counts[key] = (cut, whole)
+                continue
             counts[key] = (cut, whole + spec.count) if spec.cut is None else (cut + spec.count, whole)
     return counts
 
@@ -195,6 +244,39 @@ def _block(model: ModelSpec, layer: int, copies: bool) -> list[ParameterSpec]:
             gate = (hidden, 1)
             rows.append(ParameterSpec(f"{name}.moe.shared.output_gate", gate, layer, SHARED, "replicated", init=std))
     return rows + (_norm(model, f"{name}.ffn_after", layer, FFN if block.dense else MERGE) if after else [])
+
+
+def _adapters(model: ModelSpec, adapter: AdapterSpec, layer: int) -> list[ParameterSpec]:
+    """Return the pairs of a block's adapters: a [in, rank], and b [rank, out], which begins with zeros.
+
+    A product that TP or ETP cuts has one matrix of its pair cut along the same axis, and the other one whole. Each rank then has
+    only a part of the gradient of the whole one. The products of an expert's gate and up share one matrix a, as in transformers.
+    """
+    block, rank, hidden, rows = model.block(layer), adapter.rank, model.hidden, list[ParameterSpec]()
+
+    def add(name: str, inside: int, of: Mapping[str, int], cuts_inside: bool, op: str, kinds: tuple[GradientClass, ...]) -> None:
+        cut_class, whole_class = kinds
+        first: tuple[GradientClass, int | None] = (cut_class, 0) if cuts_inside else (whole_class, None)
+        second: tuple[GradientClass, int | None] = (whole_class, None) if cuts_inside else (cut_class, 1)
+        std = 1 / math.sqrt(3 * inside)  # that of PEFT's first matrices, which are uniform within 1 / √in
+        rows.append(ParameterSpec(f"{name}{_FIRST}", (inside, rank), layer, op, *first, std))
+        for part, width in of.items():
+            rows.append(ParameterSpec(f"{part}{_SECOND}", (rank, width), layer, op, *second, 0.0))
+
+    attention, prefix = block.attention, f"blocks.{layer}.attention"
+    for part in adapter.attention:
+        inside, width = (attention.outputs, hidden) if part == "out" else (hidden, attention.inputs[part][1])
+        name = f"{prefix}.{part}"
+        add(name, inside, {name: width}, part == "out", ATTENTION, ("dense", "replicated"))
+    for expert in range(block.moe.experts if block.moe else 0):
+        assert block.moe
+        spec, name = block.moe.expert, f"blocks.{layer}.moe.experts.{expert}"
+        if adapter.inwards:
+            of = {f"{name}.{part}": spec.inner for part in spec.activation.inwards}
+            add(f"{name}.inwards", hidden, of, False, EXPERT, ("expert", "expert"))
+        if adapter.outwards:
+            add(f"{name}.down", spec.inner, {f"{name}.down": hidden}, True, EXPERT, ("expert", "expert"))
+    return rows
 
 
 def _prediction(model: ModelSpec, layer: int, copies: bool) -> list[ParameterSpec]:

@@ -1,9 +1,9 @@
-"""The sections of a model's description: the router, and scaled rotary positions. No torch."""
+"""The sections of a model's description: the router, scaled rotary positions, and adapters. No torch."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -109,6 +109,44 @@ class RopeScaling(Strict):
     def spec(self) -> ScalingSpec:
         bounds = self.original_positions or 1, self.beta_fast, self.beta_slow
         return ScalingSpec(self.kind, self.factor, *bounds, self.truncate, self.magnitude)
+
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
+_OF_ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
+
+
+class AdapterSpec(Strict):
+    """Low-rank adapters (LoRA, arXiv:2106.09685, section 4.1). The model's own weights stay as they are: they get no gradients,
+    and have no state of the optimizer. Checkpoints hold the adapters alone."""
+
+    rank: Width = 16
+    """Columns between the two matrices of an adapter (PEFT's `r`). Its parameters, and what it
+    computes, grow in proportion."""
+    alpha: PositiveFloat = 32.0
+    """Weight of the adapters: each adds alpha / rank times its product (PEFT's `lora_alpha`)."""
+    targets: Annotated[tuple[Target, ...], Field(min_length=1, max_length=6)] = get_args(Target)
+    """Products that get an adapter, by their names in transformers: those of attention, those into
+    experts (gate and up together), and those out of experts. Every expert has adapters of its own."""
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """foldray's names of attention's products that have an adapter, in their order."""
+        return tuple(part for name, part in _OF_ATTENTION.items() if name in self.targets)
+
+    @property
+    def inwards(self) -> bool:
+        """Whether the products into experts have adapters."""
+        return "gate_up_proj" in self.targets
+
+    @property
+    def outwards(self) -> bool:
+        """Whether the products out of experts have adapters."""
+        return "down_proj" in self.targets
+
+    @property
+    def scale(self) -> float:
+        """Factor on what an adapter adds."""
+        return self.alpha / self.rank
 
 
 class RouterSpec(Strict):

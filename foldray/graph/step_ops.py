@@ -54,8 +54,16 @@ def gathers(slicing: Slicing, cp: int) -> bool:
 def leaves_weights(model: ModelSpec) -> tuple[str, ...]:
     """Return the kinds of ops with products whose gradients of weights may be ops of their own.
 
-    A router's product is too small. A tied head adds to the same gradient as the embedding, whose order would change.
+    A router's product is too small. A tied head adds to the same gradient as the embedding, whose order would change. With
+    adapters, only attention and experts have weights that are trained.
     """
+    if (adapter := model.adapter) is not None:
+        trained = {
+            ATTENTION: bool(adapter.attention),
+            PROJECT: bool(adapter.attention),
+            EXPERT: adapter.inwards or adapter.outwards,
+        }
+        return tuple(kind for kind in WITH_WEIGHTS if trained.get(kind))
     return tuple(kind for kind in WITH_WEIGHTS if kind != HEAD or not model.tied_embeddings)
 
 

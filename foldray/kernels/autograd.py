@@ -68,7 +68,7 @@ def by_hand(function: type[torch.autograd.Function], *inputs: Any) -> tuple[Tens
 
     It saves the host the nodes of autograd around the function.
     """
-    ctx = _Context(len(inputs))
+    ctx = _Context(tuple(not isinstance(x, nn.Parameter) or x.requires_grad for x in inputs))
     return function.forward(ctx, *inputs), partial(function.backward, ctx)
 
 
@@ -77,8 +77,8 @@ class _Context:
 
     saved_tensors: tuple[Tensor | None, ...] = ()
 
-    def __init__(self, inputs: int):
-        self.needs_input_grad = (True,) * inputs
+    def __init__(self, needs_input_grad: tuple[bool, ...]):
+        self.needs_input_grad = needs_input_grad
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -111,10 +111,12 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor | None]:
         x_TH, weight_HE = ctx.saved_tensors
         both_TE = _halves(gradient_TE)
         dx_TH = both_TE @ torch.cat((weight_HE, weight_HE), dim=1).t()
+        if not ctx.needs_input_grad[1]:
+            return dx_TH, None
         high_HE, low_HE = torch.mm(x_TH.t(), both_TE, out_dtype=torch.float32).chunk(2, dim=1)
         return dx_TH, (high_HE + low_HE).to(weight_HE.dtype)
 
@@ -161,8 +163,8 @@ class Later:
             self._tasks = before
 
     def leaver(self, *weights: nn.Parameter) -> Leave | None:
-        """Return what leaves the gradients of these weights for later; None outside of `collect`."""
-        if (tasks := self._tasks) is None:
+        """Return what leaves the gradients of these weights for later; None outside of `collect`, or if they are frozen."""
+        if (tasks := self._tasks) is None or not all(weight.requires_grad for weight in weights):
             return None
         return lambda *adds: tasks.extend(map(Task, weights, map(torch.no_grad(), adds)))
 

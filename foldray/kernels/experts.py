@@ -68,7 +68,7 @@ def expert_ffn(
             products read them on the device.
         kind: "loop" is the plain reference, "grouped" is fast. The results differ by rounding only.
         leave: leaves the gradients of both weights for later (`Later.leaver`). None, or the kind "loop", computes them with
-            those of the rows. Biases get their gradients at once.
+            those of the rows. Biases get their gradients at once. Frozen weights, and their biases, have none.
 
     Returns:
         y_NH in the order of `x_NH`. Weights of experts without rows get a gradient of zero.
@@ -77,7 +77,7 @@ def expert_ffn(
         ValueError: the host knows the numbers, and they do not fit.
     """
     rows = rows if isinstance(rows, ExpertRows) else ExpertRows.of(rows)
-    _check(rows, up_EHW.shape[0], x_NH.shape[0])
+    check_rows(rows, up_EHW.shape[0], x_NH.shape[0])
     if kind == "grouped":
         function = _implementation(x_NH, up_EHW.shape[0], down_EFH.shape[1])
         return function.apply(x_NH.contiguous(), up_EHW, down_EFH, rows, ffn, leave, *biases)
@@ -87,7 +87,8 @@ def expert_ffn(
     return torch.cat([reference_ffn(x_nH, up_HW, down_FH, ffn, *bias) for x_nH, up_HW, down_FH, *bias in experts])
 
 
-def _check(rows: ExpertRows, experts: int, total: int) -> None:
+def check_rows(rows: ExpertRows, experts: int, total: int) -> None:
+    """Raise ValueError if the host knows the numbers of rows, and they do not fit."""
     if rows.are_known and (len(rows.counts) != experts or sum(rows.counts) != total):
         raise ValueError(f"counts {rows.counts} must be {experts} numbers, one per expert, and sum to {total} rows")
 
@@ -103,7 +104,7 @@ def expert_ffn_by_hand(
 ) -> ByHand:
     """Do as `expert_ffn` of the kind "grouped", but without autograd."""
     parameters = up, down, *flat_biases
-    _check(rows, len(up), len(x_NH))
+    check_rows(rows, len(up), len(x_NH))
     biases = (None if bias is None else bias.view(len(up), -1) for bias in flat_biases)
     function = _implementation(x_NH, up.shape[0], down.shape[1])
     y_NH, backward = by_hand(function, x_NH.contiguous(), up, down, rows, ffn, leave, *biases)
@@ -114,6 +115,11 @@ def expert_ffn_by_hand(
         return [dx_NH], {p: part.reshape(p.shape) for p, part in of if p is not None and part is not None}
 
     return ByHand(y_NH, differentiate)
+
+
+def computes_grouped(x_NH: Tensor, experts: int, inner: int) -> bool:
+    """Whether grouped products compute these rows, and not one product after another."""
+    return _implementation(x_NH, experts, inner) is _Grouped
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
@@ -154,35 +160,36 @@ class _Grouped(torch.autograd.Function):
         up_EW: Tensor | None, down_EH: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ends_E = rows.ends(x_NH.device)
-        expert_N = None if up_EW is None and down_EH is None else _experts_of(ends_E, len(x_NH))
-        up_NW = _with_bias(F.grouped_mm(x_NH, up_EHW, offs=ends_E), up_EW, expert_N)
+        expert_N = None if up_EW is None and down_EH is None else experts_of(ends_E, len(x_NH))
+        up_NW = with_bias(F.grouped_mm(x_NH, up_EHW, offs=ends_E), up_EW, expert_N)
         ctx.rows, ctx.ffn, ctx.leave = rows, ffn, leave
-        ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_NW, ends_E, up_EW, down_EH)
-        return _with_bias(F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E), down_EH, expert_N)
+        ctx.save_for_backward(x_NH if ctx.needs_input_grad[1] else None, up_EHW, down_EFH, up_NW, ends_E, up_EW, down_EH)
+        return with_bias(F.grouped_mm(kernel_of(ffn).forward(up_NW), down_EFH, offs=ends_E), down_EH, expert_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
         x_NH, up_EHW, down_EFH, up_NW, ends_E, *biases = ctx.saved_tensors
-        x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
         dy_NH = dy_NH.contiguous()  # grouped_mm refuses expanded gradients
         dh_NF = F.grouped_mm(dy_NH, down_EFH.transpose(1, 2), offs=ends_E)
         h_NF, dup_NW = kernel_of(ctx.ffn).backward(dh_NF, up_NW)
         dx_NH, rows = F.grouped_mm(dup_NW, up_EHW.transpose(1, 2), offs=ends_E), ctx.rows
 
         def product(a_NI: Tensor, b_NO: Tensor) -> Tensor:
-            return _without_idle(F.grouped_mm(a_NI.t(), b_NO, offs=ends_E), ends_E)
-
-        dup_EW, ddown_EH = (bias_EO if bias_EO is None else product(dy_NH.new_ones(len(dy_NH), _NARROWEST), rows_NO)[:, 0]
-                            for bias_EO, rows_NO in zip(biases, (dup_NW, dy_NH), strict=True))  # fmt: skip
+            return without_idle(F.grouped_mm(a_NI.t(), b_NO, offs=ends_E), ends_E)
 
         def add(total_EIO: Tensor, a_NI: Tensor, b_NO: Tensor) -> None:
             if total_EIO.is_cuda and not summed_in_groups(total_EIO[0].numel()):
-                for e, start, stop in _runs(rows.counts):
+                for e, start, stop in runs(rows.counts):
                     add_product(total_EIO[e], a_NI[start:stop].t(), b_NO[start:stop])
             else:
                 _add_groups(total_EIO, F.grouped_mm(a_NI.t(), b_NO, offs=ends_E), ends_E)
 
+        if not ctx.needs_input_grad[1]:  # weights are frozen
+            return dx_NH, None, None, None, None, None, None, None
+        x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
+        dup_EW, ddown_EH = (bias_EO if bias_EO is None else product(dy_NH.new_ones(len(dy_NH), _NARROWEST), rows_NO)[:, 0]
+                            for bias_EO, rows_NO in zip(biases, (dup_NW, dy_NH), strict=True))  # fmt: skip
         if ctx.leave is None:
             return dx_NH, product(x_NH, dup_NW), product(h_NF, dy_NH), None, None, None, dup_EW, ddown_EH
         ctx.leave(lambda up: add(up.view_as(up_EHW), x_NH, dup_NW), lambda down: add(down.view_as(down_EFH), h_NF, dy_NH))
@@ -211,33 +218,36 @@ class _PerExpert(torch.autograd.Function):
                 y_NH[own] += down_EH[e]
             saved.append(up_nW)
         ctx.counts, ctx.ffn, ctx.leave = counts, ffn, leave
-        ctx.save_for_backward(x_NH, up_EHW, down_EFH, up_EW, down_EH, *saved)
+        ctx.save_for_backward(x_NH if ctx.needs_input_grad[1] else None, up_EHW, down_EFH, up_EW, down_EH, *saved)
         return y_NH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NH: Tensor) -> Gradients:
         x_NH, up_EHW, down_EFH, up_EW, down_EH, *saved = ctx.saved_tensors
-        x_NH = x_NH.detach()  # what is left for later must not keep the graph behind it
-        dx_NH, counts, leave = torch.empty_like(x_NH), ctx.counts, ctx.leave
         dy_NH, backward = dy_NH.contiguous(), kernel_of(ctx.ffn).backward
+        dx_NH, counts, leave, trained = torch.empty_like(dy_NH), ctx.counts, ctx.leave, ctx.needs_input_grad[1]
         ups, downs = list[_Factors](), list[_Factors]()  # of the gradients of weights
-        now = None if leave else (torch.empty_like(up_EHW), torch.empty_like(down_EFH))
+        now = None if leave or not trained else (torch.empty_like(up_EHW), torch.empty_like(down_EFH))
         dup_EW, ddown_EH = (bias_EO if bias_EO is None else torch.zeros_like(bias_EO) for bias_EO in (up_EW, down_EH))
-        for (e, rows, padded), up_nW in zip(_spans(x_NH, counts), saved, strict=True):
+        for (e, rows, padded), up_nW in zip(_spans(dy_NH, counts), saved, strict=True):
             dy_nH = _pad(dy_NH[rows], padded)
             h_nF, dup_nW = backward(_mm(dy_nH, down_EFH[e].t()), up_nW)
-            x_nH = _pad(x_NH[rows], padded)
+            _mm(dup_nW, up_EHW[e].t(), out=dx_NH[rows])
+            if not trained:
+                continue
+            x_nH = _pad(x_NH.detach()[rows], padded)  # what is left for later must not keep the graph behind it
             if now is not None:  # while the expert's data are in the cache
                 _mm(h_nF.t(), dy_nH, out=now[1][e])
                 _mm(x_nH.t(), dup_nW, out=now[0][e])
-            _mm(dup_nW, up_EHW[e].t(), out=dx_NH[rows])
             for slope_EO, rows_nO in ((dup_EW, dup_nW), (ddown_EH, dy_nH)):
                 if slope_EO is not None:  # rows of padding are zero
                     slope_EO[e] = rows_nO.sum(0, dtype=torch.promote_types(rows_nO.dtype, torch.float32))
             if now is None:
                 downs.append((e, h_nF, dy_nH))
                 ups.append((e, x_nH, dup_nW))
+        if not trained:
+            return dx_NH, None, None, None, None, None, None, None
         if leave is None:
             assert now is not None
             _zero_idle(counts, *now)
@@ -246,17 +256,17 @@ class _PerExpert(torch.autograd.Function):
         return dx_NH, None, None, None, None, None, dup_EW, ddown_EH
 
 
-def _experts_of(ends_E: Tensor, rows: int) -> Tensor:
+def experts_of(ends_E: Tensor, rows: int) -> Tensor:
     """Return the expert of each row. Rows of nobody get the last one, so that the number exists."""
     row_N = torch.arange(rows, dtype=torch.int32, device=ends_E.device)
     return torch.searchsorted(ends_E, row_N, right=True).clamp_max_(len(ends_E) - 1)
 
 
-def _with_bias(rows_NO: Tensor, bias_EO: Tensor | None, expert_N: Tensor | None) -> Tensor:
+def with_bias(rows_NO: Tensor, bias_EO: Tensor | None, expert_N: Tensor | None) -> Tensor:
     return rows_NO if bias_EO is None or expert_N is None else rows_NO.add_(bias_EO[expert_N])
 
 
-def _without_idle(gradient_EIO: Tensor, ends_E: Tensor) -> Tensor:
+def without_idle(gradient_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Fill the gradients of experts without rows with zeros, where grouped products leave any numbers there."""
     if _fills_idle(gradient_EIO):
         return gradient_EIO
@@ -267,7 +277,7 @@ def _add_groups(total_EIO: Tensor, gradient_EIO: Tensor, ends_E: Tensor) -> None
     if not _fills_idle(gradient_EIO) and fused.fits(total_EIO, gradient_EIO):
         fused.add_groups(total_EIO, gradient_EIO, ends_E)
     else:
-        total_EIO += _without_idle(gradient_EIO, ends_E)
+        total_EIO += without_idle(gradient_EIO, ends_E)
 
 
 def _fills_idle(gradient_EIO: Tensor) -> bool:
@@ -294,7 +304,7 @@ def _zero_idle(counts: list[int], *grads: Tensor) -> None:
             grad.index_fill_(0, idle_I, 0.0)
 
 
-def _runs(counts: list[int]) -> Iterator[tuple[int, int, int]]:
+def runs(counts: list[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (expert, its first row, the row behind its last one) for every expert that has rows."""
     for e, (n, stop) in enumerate(zip(counts, accumulate(counts), strict=True)):
         if n:
@@ -304,7 +314,7 @@ def _runs(counts: list[int]) -> Iterator[tuple[int, int, int]]:
 def _spans(x_NH: Tensor, counts: list[int]) -> Iterator[tuple[int, slice, int]]:
     """Yield (expert, its rows, number of rows after padding) for every expert that has rows."""
     pad = _onednn_multiplies(x_NH)
-    for e, start, stop in _runs(counts):
+    for e, start, stop in runs(counts):
         yield e, slice(start, stop), _bucket(stop - start) if pad else stop - start
 
 

@@ -28,7 +28,7 @@ from foldray.kernels.attention import takes_fused
 from foldray.kernels.autograd import Later, product
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.context import ContextMode, context_attention
-from foldray.model.layers import HeadNorms, rms_norm, scaled
+from foldray.model.layers import HeadNorms, LowRank, rms_norm, scaled
 from foldray.model.slices import KVCache, slice_attention
 from foldray.model.states import Memory
 
@@ -153,6 +153,10 @@ class Attention(nn.Module, ABC):
         self.out = nn.Parameter(torch.empty(share.outputs, model.hidden))
         self.out_bias = nn.Parameter(self.out.new_empty(model.hidden)) if share.bias == "all" else None
         self._make(model)
+        if (adapter := model.adapter) is not None:
+            for part in adapter.attention:
+                rows, width = (share.outputs, model.hidden) if part == "out" else (model.hidden, share.inputs[part][1])
+                self.add_module(f"{part}_lora", LowRank(rows, width, adapter, self.later))
 
     @abstractmethod
     def memory(self, forgets: bool = False) -> Memory:
@@ -201,9 +205,14 @@ class Attention(nn.Module, ABC):
     def _make(self, model: ModelSpec) -> None:
         """Make the parameters beside `out`, of its type and on its device."""
 
+    def _adapter(self, part: str) -> nn.Module | None:
+        """Return the adapter of a product; None if it has none."""
+        return self._modules.get(f"{part}_lora")
+
     def _left(self, y_BSV: torch.Tensor) -> torch.Tensor:
         """Return the sum over all heads, from their outputs side by side: [B, S, N · V] → [B, s, H]."""
-        y_BsH = scatter_sequence(product(y_BSV, self.out, self.later), self.tensor)
+        y_BSH, adapter = product(y_BSV, self.out, self.later), self._adapter("out")
+        y_BsH = scatter_sequence(y_BSH if adapter is None else y_BSH + adapter(y_BSV), self.tensor)
         y_BsH = y_BsH if self.out_bias is None else y_BsH + self.out_bias
         return scaled(y_BsH, self.out_scale)
 
@@ -306,7 +315,7 @@ class HeadAttention(SoftmaxAttention):
 
     def _projected(self, x_BsH: torch.Tensor, place: Place) -> Projected:
         x_BSH, share, gate_BNSE = gather_sequence(x_BsH, self.tensor), self.share, None
-        product_BSW = product(x_BSH, self.qkv, self.later)
+        product_BSW = self._adapted(product(x_BSH, self.qkv, self.later), x_BSH)
         qkv_bias: torch.Tensor | None = self.qkv_bias
         if share.gates:
             product_BSW, gate_BSW = product_BSW.tensor_split((product_BSW.shape[-1] - share.gates,), dim=-1)
@@ -334,6 +343,16 @@ class HeadAttention(SoftmaxAttention):
             if self.norm is None:  # as a view, the values would keep the whole product alive until backward
                 v_BSGV = v_BSGV.contiguous()
         return Projected(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2), gate_BNSE)
+
+    def _adapted(self, product_BSW: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the product with what its adapters add."""
+        adapters = {part: self._adapter(part) for part in self.share.inputs}
+        if not any(adapters.values()):
+            return product_BSW
+        none_BS1 = x_BSH.new_zeros(1).expand(*x_BSH.shape[:-1], 1)
+        added = (none_BS1.expand(*none_BS1.shape[:-1], self.share.inputs[part][1]) if adapter is None else adapter(x_BSH)
+                 for part, adapter in adapters.items())  # fmt: skip
+        return product_BSW + torch.cat(list(added), dim=-1)
 
     def _with_copies(self, x_BSH: torch.Tensor, q_BSW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the products and biases of queries, and of this rank's key/value head, which other ranks have as well."""

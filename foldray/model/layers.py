@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from foldray.blueprint import AttentionSpec, FeedForwardSpec, ModelSpec
 from foldray.blueprint.parts import Parts, ffn_columns
+from foldray.blueprint.sections import AdapterSpec
 from foldray.comm import Communicator, gather_sequence, scatter_sequence, sum_over_members
 from foldray.kernels import fused
 from foldray.kernels.autograd import Later, at_least_float32, keeping_inputs, product
@@ -129,6 +130,21 @@ def _scaled(x_BSW: Tensor, square_BS1: Tensor, weight_W: Tensor, width: int, eps
 def scaled(x: Tensor, factor: float) -> Tensor:
     """Return a multiple of x; x itself if it is the same."""
     return x if factor == 1 else x * factor
+
+
+class LowRank(nn.Module):
+    """An adapter of a product (LoRA, arXiv:2106.09685, section 4.1): scale · (x @ a) @ b, [..., in] → [..., out].
+
+    TP cuts the side of the product that it cuts, so this rank's `a` is [in, R] and its `b` [R, out].
+    """
+
+    def __init__(self, inside: int, outside: int, adapter: AdapterSpec, later: Later):
+        super().__init__()
+        self.scale, self.later = adapter.scale, later
+        self.a, self.b = nn.Parameter(torch.empty(inside, adapter.rank)), nn.Parameter(torch.empty(adapter.rank, outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(scaled(product(x, self.a, self.later), self.scale), self.b, self.later)
 
 
 class FeedForward(nn.Module):

@@ -160,7 +160,9 @@ class Transformer(nn.Module):
         self._exchanges: dict[int, TokenExchange] = {}  # by position of experts
         self._wire = backend.formats
         self.global_parts = parts_below(self.named_modules())
-        self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.named_parameters()}
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self._spec(name).trained)
+        self._makers = {p: ownership.makers(self._spec(name), groups.rank) for name, p in self.trained()}
         self._made_by: dict[Maker, list[nn.Parameter]] = {}
         for parameter, makers in self._makers.items():
             for maker in makers:
@@ -258,9 +260,17 @@ class Transformer(nn.Module):
         """Return the routers' selection biases [E] by global name."""
         return {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in self.routers()}
 
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters that training changes, with their names. With adapters, these are theirs alone."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if self._spec(name).trained)
+
     def by_class(self, kind: GradientClass) -> list[nn.Parameter]:
-        """Return this rank's parameters of a gradient class."""
-        return [parameter for name, parameter in self.named_parameters() if self._spec(name).gradient_class == kind]
+        """Return this rank's parameters of a gradient class that training changes."""
+        return [parameter for name, parameter in self.trained() if self._spec(name).gradient_class == kind]
+
+    def in_slices(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients the slices of an expert have parts of (`ParameterSpec.in_slices`)."""
+        return [parameter for name, parameter in self.trained() if self._spec(name).in_slices]
 
     def hidden_matrices(self) -> set[nn.Parameter]:
         """Return this rank's tensors of matrices of the hidden layers (`ParameterSpec.is_hidden_matrix`)."""
@@ -273,7 +283,8 @@ class Transformer(nn.Module):
 
     def tied(self) -> list[nn.Parameter]:
         """Return this rank's parameters that another rank's stage shares: an embedding that both need, or nothing."""
-        return [self.embedding.weight] if self.spec.shares_embedding and self.groups.tied_gradients.size > 1 else []
+        shared = self.spec.shares_embedding and self.groups.tied_gradients.size > 1 and self.embedding.weight.requires_grad
+        return [self.embedding.weight] if shared else []
 
     @property
     def _head(self) -> Vocabulary:

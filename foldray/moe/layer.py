@@ -17,10 +17,12 @@ from torch import nn
 
 from foldray.blueprint import FeedForwardSpec, Ownership
 from foldray.blueprint.parts import Parts, columns, ffn_columns
+from foldray.blueprint.sections import AdapterSpec
 from foldray.comm import Communicator, Groups, gather_rows, scatter_rows
-from foldray.kernels.autograd import ByHand, Later
+from foldray.kernels.autograd import ByHand, Later, Leave
 from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.experts import Biases, Kind, expert_ffn, expert_ffn_by_hand
+from foldray.kernels.lora import ExpertAdapters, adapted_ffn, adapted_ffn_by_hand
 from foldray.kernels.permutation import combine, combine_by_hand, pad_by_expert, permute, sort_by_expert
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.exchange import WIRES, AllToAll, Wire
@@ -55,6 +57,9 @@ class Experts(nn.Module):
 
     ETP cuts the inner width of every expert. `up_bias` [E_local · W] and `down_bias` [E_local · H] are None without
     biases. They are vectors, which do not decay. The ids of experts are global.
+
+    With adapters, `up_lora_a` [E_local, H, R] and `up_lora_b` [E_local, R, W] are those of the first product, `down_lora_a`
+    [E_local, F, R] and `down_lora_b` [E_local, R, H] those of the second one. Matrices that ETP does not cut are on each rank.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Experts(nn.Module):
         slices: Communicator,
         kind: Kind = "grouped",
         later: Later | None = None,
+        adapter: AdapterSpec | None = None,
     ):
         super().__init__()
         self.ids, self.share, self.slices, self.kind, self.later = ids, share, slices, kind, later or Later()
@@ -72,6 +78,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden))
         self.up_bias = nn.Parameter(self.up.new_empty(len(ids) * share.width)) if share.bias else None
         self.down_bias = nn.Parameter(self.up.new_empty(len(ids) * hidden)) if share.bias else None
+        self.adapter = adapter
+        if adapter and adapter.inwards:
+            self._add_adapter("up", adapter.rank)
+        if adapter and adapter.outwards:
+            self._add_adapter("down", adapter.rank)
+
+    def _add_adapter(self, name: str, rank: int) -> None:
+        experts, inside, outside = getattr(self, name).shape
+        for factor, shape in (("a", (inside, rank)), ("b", (rank, outside))):
+            self.register_parameter(f"{name}_lora_{factor}", nn.Parameter(self.up.new_empty(experts, *shape)))
 
     def forward(self, rows: Rows, received: Received) -> torch.Tensor:
         """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H].
@@ -103,17 +119,22 @@ class Experts(nn.Module):
 
     def compute(self, rows_NH: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """Compute each local expert on its rows, which are sorted by expert."""
-        leave = self.later.leaver(self.up, self.down)
         biases: Biases = (None, None)
         if self.up_bias is not None and self.down_bias is not None:
             biases = (self.up_bias.view(len(self.ids), -1), self.down_bias.view(len(self.ids), -1))
-        return expert_ffn(rows_NH, rows, self.up, self.down, self.share.ffn, self.kind, leave, biases)
+        weights = rows_NH, rows, self.up, self.down
+        if (adapters := self.adapters) is not None:
+            return adapted_ffn(*weights, adapters, self.share.ffn, self.kind, self._leave(*adapters.factors), biases)
+        return expert_ffn(*weights, self.share.ffn, self.kind, self._leave(self.up, self.down), biases)
 
     def by_hand(self, rows_NH: torch.Tensor, received: Received) -> ByHand:
         """Do as `forward`, for rows without weights and without ETP, but without autograd."""
-        x_NH, leave = dispatch_postprocess(rows_NH, received), self.later.leaver(self.up, self.down)
-        weights = self.up, self.down, self.share.ffn, leave, (self.up_bias, self.down_bias)
-        y_NH, backward = expert_ffn_by_hand(x_NH, received.by_expert, *weights)
+        x_NH, biases = dispatch_postprocess(rows_NH, received), (self.up_bias, self.down_bias)
+        weights = x_NH, received.by_expert, self.up, self.down
+        if (adapters := self.adapters) is not None:
+            y_NH, backward = adapted_ffn_by_hand(*weights, adapters, self.share.ffn, self._leave(*adapters.factors), biases)
+        else:
+            y_NH, backward = expert_ffn_by_hand(*weights, self.share.ffn, self._leave(self.up, self.down), biases)
 
         def differentiate(dy_NH: torch.Tensor) -> tuple[list[torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
             (dx_NH,), parts = backward(dispatch_postprocess(dy_NH, received))
@@ -121,13 +142,33 @@ class Experts(nn.Module):
 
         return ByHand(combine_preprocess(y_NH, received), differentiate)
 
+    @property
+    def adapters(self) -> ExpertAdapters | None:
+        """The adapters of both products; None if neither has one."""
+        if self.adapter is None or not (self.adapter.inwards or self.adapter.outwards):
+            return None
+        names = ("up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
+        return ExpertAdapters(self.adapter.scale, *(getattr(self, name, None) for name in names))
+
+    def _leave(self, *weights: nn.Parameter | None) -> Leave | None:
+        return self.later.leaver(*(weight for weight in weights if weight is not None))
+
     def parts(self) -> Parts:
         names, inner, hidden = self.share.activation.inwards, self.share.inner, self.down.shape[-1]
-        parts: Parts = {"up": [], "down": [], "down_bias": []}
+        parts: Parts = {name: [] for name, _ in self.named_parameters()}
         for i, expert in enumerate(self.ids):
-            parts["up"] += [(f"{expert}.{part}", index) for part, index in ffn_columns(names, inner, (i, slice(None)))]
-            parts["down"].append((f"{expert}.down", (i,)))
-            parts["down_bias"].append((f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),)))
+            inwards = ffn_columns(names, inner, (i, slice(None)))
+            found: Parts = {
+                "up": [(f"{expert}.{part}", index) for part, index in inwards],
+                "down": [(f"{expert}.down", (i,))],
+                "down_bias": [(f"{expert}.down_bias", (slice(i * hidden, (i + 1) * hidden),))],
+                "up_lora_a": [(f"{expert}.inwards_lora.a", (i,))],
+                "up_lora_b": [(f"{expert}.{part}_lora.b", index) for part, index in inwards],
+                "down_lora_a": [(f"{expert}.down_lora.a", (i,))],
+                "down_lora_b": [(f"{expert}.down_lora.b", (i,))],
+            }
+            for name, rows in parts.items():
+                rows += found.get(name, [])
         biases = [f"{expert}.{part}_bias" for expert in self.ids for part in names]
         return parts | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
 
@@ -192,7 +233,7 @@ class MoELayer(nn.Module):
         assert moe, f"block {layer} is dense"
         ids = ownership.experts(groups.rank)
         self.router = Router(model, groups, backend.gate)
-        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later)
+        self.experts = Experts(ids, moe.expert, model.hidden, groups.expert_slices, backend.experts, later, model.adapter)
         self.shared = shared
         self.exchange = AllToAll(groups, backend.formats)
         self.permutation = backend.permutation or TorchPermutation()

@@ -233,6 +233,7 @@ def _check_data(recipe: Description) -> None:
 
 def _check_engine(recipe: Description) -> None:
     engine, optimizer = recipe.engine, recipe.optimizer
+    _check_adapter(recipe)
     if engine.kind == "torch" and engine.zero and recipe.model.shares_embedding and recipe.fold.pp > 1:
         rule = "the torch engine cannot shard an embedding that two pipeline stages share; kind=deepspeed can"
         raise UserError("engine.zero", engine.zero, rule, [0])
@@ -266,6 +267,19 @@ def _check_gradients(recipe: Description) -> None:
     if recipe.precision == "float64":
         rule = "rounds gradients, and precision: float64 is for exact comparisons"
         raise UserError("engine.wire", engine.wire, rule, ["null"])
+
+
+def _check_adapter(recipe: Description) -> None:
+    if recipe.model.adapter is None:
+        if recipe.training.adapter is not None:
+            rule = "needs model.adapter, which says the rank, the weight and the targets of adapters"
+            raise UserError("training.adapter", recipe.training.adapter, rule, ["null"])
+        return
+    if recipe.engine.kind == "deepspeed":
+        raise UserError("engine.kind", "deepspeed", "trains all weights; adapters (model.adapter) need torch", ["torch"])
+    if recipe.optimizer.kind == "muon":
+        rule = "is for whole matrices of hidden layers, not for the narrow ones of adapters (model.adapter)"
+        raise UserError("optimizer.kind", "muon", rule, ["adamw", "sgd"])
 
 
 _NARROWED = {"bfloat16": ("float32",), "float8": ("float32", "bfloat16")}
@@ -323,5 +337,8 @@ def _check_export(recipe: Description) -> None:
 
 def check_trains(recipe: Description) -> None:
     """Check that a recipe is for training, and not for measurements alone."""
+    if recipe.model.adapter is not None and recipe.training.weights is None:
+        rule = "must be given with adapters (model.adapter): the folder of the weights that stay as they are"
+        raise UserError("training.weights", "null", rule)
     if (skew := recipe.model.router.skew) is not None:
         raise UserError("model.router.skew", skew, "is for measurements: a model cannot learn from a pattern", ["null"])

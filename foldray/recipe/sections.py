@@ -195,7 +195,12 @@ class TrainingSpec(Strict):
     text is not trained. One such step more ends the attempt. 0 skips none."""
     weights: str | None = None
     """Folder of a model of Hugging Face's transformers, which every node must see. Training starts
-    from its weights instead of drawn ones. `foldray import-hf` writes such a recipe."""
+    from its weights instead of drawn ones. `foldray import-hf` writes such a recipe. With
+    `model.adapter`, the folder must stay: checkpoints hold only what training changes."""
+    adapter: str | None = None
+    """Folder of an adapter in PEFT's format, which every node must see. Training starts from it.
+    Its rank, its scale and its targets must be those of `model.adapter`. Null starts with adapters
+    that add nothing."""
 
 
 class EngineSpec(Strict):
@@ -203,7 +208,7 @@ class EngineSpec(Strict):
 
     kind: Literal["deepspeed", "torch"] = "deepspeed"
     """`deepspeed` trains with DeepSpeed's ZeRO, `torch` with foldray's own. Both give the same
-    update, to rounding."""
+    update, to rounding. With `model.adapter`, the default and the only kind is `torch`."""
     zero: Literal[0, 1, 2] = 1
     """ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves
     memory; 2 also frees gradients as they leave, which with `kind: deepspeed` needs

@@ -213,8 +213,8 @@ class StateTensor(NamedTuple):
 
 
 def tensors_of(model: Transformer, optimizer: OptimizerSpec) -> Iterator[StateTensor]:
-    """Yield the tensors of the state of a rank's model."""
-    for local, parameter in model.named_parameters():
+    """Yield the tensors of the state of a rank's model. Frozen weights are no part of it."""
+    for local, parameter in model.trained():
         parts = model.global_parts[local]
         yield StateTensor(parameter, None, "model/{}", parts)
         for key in state_keys(optimizer, model.pieces[parts[0][0]].spec):
@@ -238,6 +238,15 @@ def shards_of(
                 shards.append(Shard.whole(pattern.format(name), values))
             else:
                 shards += cut(values.view(-1), parameter.shape, start, index, model.pieces[name], pattern.format(name))
+    return shards
+
+
+def frozen_shards(model: Transformer) -> list[Shard]:
+    """Return views of the weights that training does not change: boxes of parameters of the whole model."""
+    trained, shards = {name for name, _ in model.trained()}, list[Shard]()
+    for local, parameter in model.named_parameters():
+        for name, index in model.global_parts[local] if local not in trained else ():
+            shards += cut(parameter.detach().view(-1), parameter.shape, 0, index, model.pieces[name], f"model/{name}")
     return shards
 
 

@@ -9,7 +9,8 @@ scale, over the ranks that hold the same weights and have seen other data:
 | replicated | whole on every TP rank, which sees only its piece of the sequence | TP×DP×CP |
 | expert | cut over EP and ETP; the all-to-alls bring the tokens of the whole EP×ETP group | EDP |
 
-After that, the gradient of a tied embedding is summed over the first and the last stage. The norm counts every element of
+The slices of an expert (ETP) have parts of the gradients of some matrices of adapters, which are summed over ETP after that, at
+once. At last, the gradient of a tied embedding is summed over the first and the last stage. The norm counts every element of
 the model once. The first rank that holds an element counts it; if sums are sharded, the owner counts it.
 
 Each class has one flat buffer, in the order in which backward completes the gradients. It is reduced in chunks, which the
@@ -224,11 +225,14 @@ class Gradients:
         )
         self.buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
         self._tied, self._counted = model.tied(), set(model.counted())
+        self._in_slices = model.in_slices() if groups.expert_slices.size > 1 else []
+        self._device = next(model.parameters()).device
         self._by_name = {buffer.name: buffer for buffer in self.buffers}
         self._copied = [self._by_name["replicated"]] if copied and held["replicated"] else []
         place = groups.coordinate.get("attention", {"pp": 0, "tp": 0})
         # Other ranks own the same elements of these parameters, and count them.
         self._copies = {*(self._tied if place["pp"] else ()), *(model.by_class("replicated") if copied and place["tp"] else ())}
+        self._copies.update(self._in_slices if groups.coordinate.get("moe", {"etp": 0})["etp"] else ())
         self._travelling: list[Pending] = []
 
     @property
@@ -260,6 +264,11 @@ class Gradients:
             self._travelling.pop().wait()
         for buffer in self._copied:
             self.groups.tensor.all_reduce(buffer.sums)
+        if self._in_slices:
+            own = [self.buffer_of[parameter].own(parameter) for parameter in self._in_slices]
+            together = self.groups.expert_slices.all_reduce(torch.cat([part.flatten() for part in own]))
+            for part, whole in zip(own, together.split([part.numel() for part in own]), strict=True):
+                part.copy_(whole.view_as(part))
         for parameter in self._tied:
             # A last sum of two numbers has the same bits on both stages, so the two copies of the weight stay equal.
             self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))
@@ -277,7 +286,7 @@ class Gradients:
             for parameter, buffer in self.buffer_of.items()
             if (parameter not in self._copies if buffer.sharded else parameter in self._counted)
         )
-        return gradient_norms(counted, self.buffers[0].device, self.groups)
+        return gradient_norms(counted, self._device, self.groups)
 
     def clip(self, limit: float | None) -> Norms:
         """Scale all gradients so that their norm is at most `limit`, and return the norms before. None does not scale.

@@ -238,7 +238,7 @@ def compare(model: Transformer, eager: Mapping[nn.Parameter, Tensor], replayed: 
     Raises:
         UserError: the gradients of a parameter differ.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.trained():
         difference, norm = (eager[parameter] - replayed[parameter]).norm(), eager[parameter].norm()
         if norm.isfinite() and not difference <= MOST_DIFFERENCE * norm:
             share = float(difference / norm)

@@ -132,6 +132,8 @@ class OpGraph(NamedTuple):
         """
         ends = [(edge, gradient) for edge, gradient in zip(self.ends, gradients, strict=False) if edge is not None]
         wanted: list[Any] = [*(source.edge for source in self.inputs), *parameters]
+        if not wanted:  # all weights are frozen
+            return [], []
         results = torch.autograd.grad([edge for edge, _ in ends], wanted, [gradient for _, gradient in ends], allow_unused=True)
         count = len(self.inputs)
         input_gradients = [

@@ -118,6 +118,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied_embeddings": True, "norm": "layernorm", "ffn": "gelu", "positions": "learned", "max_positions": 64, "kv_heads": 8,
     },
     "expert biases": {"expert_bias": True, "ffn": "gelu", "shared_hidden": 0},
+    "adapters": {"adapter": {"rank": 3}, "expert_bias": True},
     "padded": {"router": {"capacity_factor": 1.0, "pad": True, "balance_loss": 0.1, "z_loss": 0.01}},
 }  # fmt: skip
 CASES = [

@@ -43,6 +43,7 @@ CASES = {
     "plain": Case(1, {}, {}, {}),
     "biases": Case(1, {}, {"model": {"expert_bias": True}}, {}),
     "one expert after another": Case(1, {}, {"precision": "float32"}, {"expert F": 1}),
+    "adapters": Case(1, {}, {"model": {"adapter": {"rank": 3}, "expert_bias": True}}, {}),
     "padded": Case(1, {}, {"model": PAD}, {}),
     "padded, by position": Case(
         1, {}, {"model": {"router": {**PAD["router"], "drop": "position"}}, "schedule": {"kind": "aaam", "degree": 4}}, {}
