@@ -224,6 +224,8 @@ def _add_hugging_face(commands: Any) -> None:
     command.add_argument("folder", type=Path, metavar="DIR", help="folder to write; it must not exist")
     meaning = "type of the weights (default: that of the training)"
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help=meaning)
+    meaning = "write the adapter alone, for PEFT (default: the model with the adapter added to its weights)"
+    command.add_argument("--adapter", action="store_true", help=meaning)
 
     command = _add(commands, "import-hf", "Write a recipe that trains a model of Hugging Face's transformers further.")
     command.add_argument("folder", metavar="DIR", help="folder of the model: config.json, weights in safetensors, tokenizer")

@@ -126,7 +126,7 @@ def health(given: argparse.Namespace) -> int:
 def export_hf(given: argparse.Namespace) -> int:
     from trainers.inference.export import export
 
-    return export(given.run, given.folder, given.dtype, as_json=given.json, trust=given.trust)
+    return export(given.run, given.folder, given.dtype, as_json=given.json, trust=given.trust, adapter=given.adapter)
 
 
 def import_hf(given: argparse.Namespace) -> int:

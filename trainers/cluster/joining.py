@@ -167,8 +167,10 @@ def _check_memory(recipe: Recipe, available: float, where: str) -> None:
     Every worker needs memory for its process, for its share of weights and gradients, and for the optimizer's state.
     """
     fold, workers, (outside, inside) = recipe.placed_fold, recipe.cluster.workers, count_by_cut(recipe.model)
-    count = {"dp_cp": outside / (fold.tp * fold.pp), "edp": inside / (fold.ep * fold.etp * fold.moe_pp)}
-    needed = workers * (0.0 if recipe.cluster.gpu else _PROCESS_BYTES)
+    trained = count_by_cut(recipe.model, trained=True)
+    count = {"dp_cp": trained[0] / (fold.tp * fold.pp), "edp": trained[1] / (fold.ep * fold.etp * fold.moe_pp)}
+    frozen = sum(count_by_cut(recipe.model)) - sum(trained)
+    needed = frozen * getattr(torch, recipe.precision).itemsize + workers * (0.0 if recipe.cluster.gpu else _PROCESS_BYTES)
     for family, held in count.items():
         only = dict.fromkeys(count, 0.0) | {family: held}
         share = parameters(fold, recipe.engine.zero, getattr(torch, recipe.precision).itemsize, only)

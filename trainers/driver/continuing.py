@@ -162,7 +162,7 @@ def _check_order(begin: Beginning, stored: Stored, recipe: Recipe, before: Mappi
 
 def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
     tensors, rows = stored.contents.tensors, parameter_table(recipe.model)
-    wanted = {f"optimizer/{row.name}/{key}" for row in rows for key in state_keys(recipe.optimizer, row)}
+    wanted = {f"optimizer/{row.name}/{key}" for row in rows if row.trained for key in state_keys(recipe.optimizer, row)}
     if not wanted <= tensors.keys():
         moments, momentum = (any(name.endswith(key) for name in tensors) for key in ("/exp_avg", "/momentum_buffer"))
         before = ("muon" if momentum else "adamw") if moments else "sgd"

@@ -44,6 +44,7 @@ from trainers.faults.failures import kinds_of
 from trainers.faults.lease import Lease
 from trainers.faults.stopping import Stopping
 from trainers.folders import Folder
+from trainers.hugging_face.adapters import Adapter
 from trainers.hugging_face.weights import Weights
 from trainers.sinks.mlflow_server import begin_import, check_reachable
 from trainers.sinks.run_folder import RECIPE, as_yaml, read_run, recipe_of
@@ -194,8 +195,11 @@ class FoldTrainer(TorchTrainer):
                 self._lease.take()
             begin = self._begin()
             stored = begin.look() if begin else None
-            if begin is None and self.recipe.training.weights is not None:
+            adapted = self.recipe.model.adapter is not None  # then no checkpoint has the weights
+            if self.recipe.training.weights is not None and (begin is None or adapted):
                 Weights.of(self.recipe).check(self.recipe.model)
+            if begin is None and self.recipe.training.adapter is not None:
+                Adapter.of(self.recipe).check(self.recipe)
             check_reachable(self.recipe)  # before the data are prepared, which may take hours
             begin_import(self.recipe)
             self.run = None

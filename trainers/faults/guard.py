@@ -38,7 +38,9 @@ class Guard:
     def __init__(self, engine: Engine, groups: Groups, model: ModelSpec, most: int = 0):
         self.engine, self.groups, self.most = engine, groups, most
         self.skipped = self.in_a_row = 0
-        self.classes = [name for name in CLASSES if name in {spec.gradient_class for spec in parameter_table(model)}]
+        self.classes = [
+            name for name in CLASSES if name in {spec.gradient_class for spec in parameter_table(model) if spec.trained}
+        ]
         self._moved = False
 
     def update(self, step: int, lr: float) -> Norms:

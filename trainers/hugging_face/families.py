@@ -53,12 +53,13 @@ def family_of(model: ModelSpec, named: Family | None = None) -> Family:
 
 
 def tensors_of(family: Family, model: ModelSpec) -> list[Tensor]:
-    """Return all tensors of a model. Every parameter is in one of them, and every router's bias if it chooses experts.
+    """Return all tensors of a model without adapters. Every parameter is in one of them, and every router's bias if it chooses
+    experts.
 
     The routers of a dense family's models are in none.
     """
     tensors = list(family.tensors(model))
     ours = sorted(tensor.ours for tensor in tensors if not tensor.ours.endswith(".router.bias"))
-    wanted = (row.name for row in parameter_table(model) if not (family.dense and row.name.endswith(".router.weight")))
+    wanted = (row.name for row in parameter_table(model.base) if not (family.dense and row.name.endswith(".router.weight")))
     assert ours == sorted(wanted), f"{family.model_type} leaves out a parameter"
     return tensors

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import TypeAdapter
 
 from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import MissingPackage, UserError
-from trainers.folders import DamagedFile, Folder, read_json
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
 from trainers.hugging_face.families import FAMILIES, WITHIN, family_of, named_family, tensors_of
 from trainers.hugging_face.family import Family
+from trainers.hugging_face.hub_folder import INSTALL, HubFolder
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
 from trainers.hugging_face.rows import computed
@@ -32,24 +31,18 @@ if TYPE_CHECKING:
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_OBJECT = TypeAdapter(dict[str, Any])
-_MOST_JSON = 1 << 26  # bytes of an index; that of a model with a hundred thousand tensors has 10 MB
 _NOT_LEARNT = ".rotary_emb.inv_freq"
-_INSTALL = "pip install 'foldray[hf]'"
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(HubFolder):
     """The tensors of a folder.
 
     Args:
-        field: what a user calls the folder.
         files: by the name of a tensor, the file that holds it.
         own: the family of the folder's model, if the recipe names it (`export.family`).
     """
 
-    folder: Path
-    field: str
     files: Mapping[str, Path]
     own: Family | None = None
 
@@ -70,16 +63,16 @@ class Weights:
         if not os.path.isdir(path):
             raise UserError(field, folder, "must be a folder with a model of transformers; it does not exist on this node")
         empty = cls(path, field, {}, own)
-        named = empty._json(_CONFIG).get("transformers_weights")
+        named = empty.json(_CONFIG).get("transformers_weights")
         if named is not None and not _is_name(named):
             raise empty.refused(f"its {_CONFIG} says transformers_weights={named!r}, which is no name of a file in the folder")
         main = next((name for name in ([named] if named else [_WHOLE, _INDEX]) if (path / name).exists()), None)
         if main is None:
             raise empty.refused(f"must hold the weights in {named or f'{_WHOLE}, or in files with {_INDEX}'}, and has none")
         if not main.endswith(".json"):
-            with empty._opened(path / main) as file:
+            with empty.opened(path / main) as file:
                 return cls(path, field, dict.fromkeys(file.keys(), path / main), own)
-        placed = empty._json(main).get("weight_map")
+        placed = empty.json(main).get("weight_map")
         if not isinstance(placed, dict):
             raise empty.refused(f"its {main} has no weight_map")
         for name, file in placed.items():
@@ -94,13 +87,13 @@ class Weights:
     def _described(self) -> tuple[Family, dict[str, Any]]:
         """Return the family of the folder's model, and `config`."""
         if (family := self._family) is None:
-            kind = self._json(_CONFIG).get("model_type")
+            kind = self.json(_CONFIG).get("model_type")
             known = [name for family in self._families for name in (family.model_type, *family.others)]
             raise self.refused(f"has a model of type {kind!r}, which foldray does not read", known)
         try:
             from transformers import AutoConfig
         except ModuleNotFoundError:
-            raise MissingPackage(self.field, self.folder, "transformers", _INSTALL) from None
+            raise MissingPackage(self.field, self.folder, "transformers", INSTALL) from None
         try:
             config = type(AutoConfig.for_model(family.model_type)).from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:  # transformers raises exceptions of many types
@@ -138,7 +131,7 @@ class Weights:
 
     @property
     def _family(self) -> Family | None:
-        kind = self._json(_CONFIG).get("model_type")
+        kind = self.json(_CONFIG).get("model_type")
         named = (family for family in self._families if kind in (family.model_type, *family.others))
         return next((family for family in named if any(name.endswith(family.holds) for name in self.files or [""])), None)
 
@@ -153,7 +146,7 @@ class Weights:
 
         Ids outside of the vocabulary name no token. They are transformers' defaults, which are those of a larger model.
         """
-        config, generation = self.config(), self._json(_GENERATION) if (self.folder / _GENERATION).exists() else {}
+        config, generation = self.config(), self.json(_GENERATION) if (self.folder / _GENERATION).exists() else {}
         bos, eos, pad = (_within(config["vocab_size"], config.get(f"{role}_token_id")) for role in ("bos", "eos", "pad"))
         if (ends := generation.pop("eos_token_id", None)) is not None:
             generation["eos_token_id"] = _within(config["vocab_size"], ends)
@@ -161,9 +154,12 @@ class Weights:
         return {"max_positions": config.get("max_position_embeddings"), "tokens": tokens, "generation": generation}
 
     def check(self, model: ModelSpec) -> None:
-        """Check that the folder has this model: what `config.json` says, and the name and shape of every tensor."""
+        """Check that the folder has this model without adapters: what `config.json` says, and name and shape of every tensor."""
+        adapter, model = model.adapter, model.base
         family, read = self._owner(model), self.model()
         if family.dense:
+            if adapter is not None:
+                raise self.refused("has a dense model, whose routers would stay as drawn with adapters (model.adapter)")
             if (rule := preserves(model)) is not None:
                 raise self.refused(f"has a dense model, whose networks cannot become these experts: {rule}")
             upcycled = ("experts", "topk", "expert_hidden", "dense_first", "moe_every", "router")
@@ -180,9 +176,10 @@ class Weights:
         """Copy the weights into an engine's shards. A rank reads no more than it owns, one box after another.
 
         Args:
-            shards: shards of the optimizer, and of weights that the folder has not, stay as they are.
+            shards: shards of the optimizer, of adapters, and of weights that the folder has not, stay as they are.
             drawn: the parameters of the rank's model so far, by name. It has its routers whole.
         """
+        model = model.base
         family, form = self._owner(model), self.format()
         held: dict[str, list[Shard]] = {}
         for shard in shards:
@@ -222,7 +219,7 @@ class Weights:
     def format(self) -> Format:
         """Return how the folder has its tensors."""
         try:
-            return format_of(self._json(_CONFIG))
+            return format_of(self.json(_CONFIG))
         except ValueError as error:
             raise self.refused(f"its {_CONFIG} {error}") from None
 
@@ -247,9 +244,6 @@ class Weights:
         """Return the weight of the balance loss that the folder asks for, and where it comes from."""
         family, config = self._described()
         return family.balance(config, model)
-
-    def refused(self, rule: str, legal: Any = None) -> UserError:
-        return UserError(self.field, str(self.folder), rule, legal)
 
     def named(self, model: ModelSpec) -> str | None:
         """Return the name of the family as which the folder's model leaves, if an export would take another that has it, too."""
@@ -298,7 +292,7 @@ class Weights:
     def _reading(self, form: Format, paths: Iterable[Path]) -> Iterator[Callable[[str], Stored]]:
         """Open files, and yield a function that finds a tensor in them by its name."""
         with ExitStack() as stack:
-            files = {path: stack.enter_context(self._opened(path)) for path in paths}
+            files = {path: stack.enter_context(self.opened(path)) for path in paths}
             names = {path: set(file.keys()) for path, file in files.items()}
 
             def part(name: str) -> Any:
@@ -315,31 +309,6 @@ class Weights:
                     raise self.refused(str(error)) from None
 
             yield read
-
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[Any]:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ModuleNotFoundError:
-            raise MissingPackage(self.field, self.folder, "safetensors", _INSTALL) from None
-        try:
-            Folder(str(self.folder)).size(path.name)  # refuses a pipe, which nobody might ever write to
-            with safe_open(path, framework="pt") as file:
-                yield file
-        except DamagedFile as error:
-            raise self.refused(f"its {path.name} cannot be read (it {error.what})") from None
-        except (SafetensorError, OSError) as error:
-            raise self.refused(f"its {path.name} cannot be read ({' '.join(str(error).split())[:160]})") from None
-
-    def _json(self, name: str) -> dict[str, Any]:
-        if not (self.folder / name).exists():
-            raise self.refused(f"has no {name}")
-        try:
-            return read_json(Folder(str(self.folder)), name, _OBJECT, _MOST_JSON)
-        except DamagedFile as error:
-            raise self.refused(f"its {error}") from None
-        except OSError as error:
-            raise self.refused(f"its {name} cannot be read ({error.strerror or error})") from None
 
 
 def _is_name(given: Any) -> bool:

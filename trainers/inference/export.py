@@ -19,21 +19,21 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from foldray.errors import UserError
 from foldray.files import writing
 from foldray.recipe import Recipe
-from trainers.checkpoints.stored import METADATA, Stored
-from trainers.folders import DamagedFile
+from trainers.hugging_face.adapters import CONFIG, TENSORS, adapter_config, adapter_tensors
 from trainers.hugging_face.families import family_of, named_family, tensors_of
 from trainers.hugging_face.family import Family
 from trainers.hugging_face.files import Form, write_file
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.tokens import roles, write_tokenizer
-from trainers.inference.trained import Trained, fill
+from trainers.inference.trained import Trained
+from trainers.inference.values import Values
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PEFT = "peft.PeftModel"
 _FILE = 4 << 30  # bytes of a file, if no tensor is larger
 
 
@@ -49,11 +49,14 @@ class Exported(NamedTuple):
     bytes: int
 
 
-def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = False, trust: bool = False) -> int:
+def export(
+    run: str, folder: Path, dtype: str | None = None, as_json: bool = False, trust: bool = False, adapter: bool = False
+) -> int:
     """Write the model of a run, or of one of its checkpoints, for transformers. Say what was written, and return 0.
 
     Args:
         dtype: type of the weights; None is that of the training.
+        adapter: whether to write the adapter alone, for PEFT. Otherwise it is merged with the weights.
     """
     if os.path.lexists(folder):
         raise UserError("DIR", str(folder), "exists already; give the name of a new folder")
@@ -61,8 +64,11 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
     recipe, console = trained.recipe, Console(stderr=True)
     family = family_of(recipe.model, named_family(recipe.export.family))
     wanted = getattr(torch, dtype or recipe.precision)
+    if adapter and recipe.model.adapter is None:
+        raise UserError("adapter", run, "has no adapter: its training changed all weights (model.adapter)")
     with writing("DIR", str(folder)), _new_folder(folder) as written, trained.opened() as stored:
-        exported = _write(stored, recipe, family, wanted, written, console)
+        write = _write_adapter if adapter else _write
+        exported = write(Values(stored, recipe), recipe, family, wanted, written, console)
     exported = exported._replace(folder=str(folder))
     print(json.dumps(exported._asdict()) if as_json else _told(exported, run))
     return 0
@@ -70,12 +76,15 @@ def export(run: str, folder: Path, dtype: str | None = None, as_json: bool = Fal
 
 def _told(exported: Exported, run: str) -> str:
     files = f"{exported.files} file{'s' if exported.files > 1 else ''}"
+    what, load = "a model for transformers", f"transformers.{exported.architecture}.from_pretrained("
+    if exported.architecture == _PEFT:
+        what, load = "an adapter for PEFT", f"{_PEFT}.from_pretrained(model, "
     return "\n".join([
-        f"{run}, after {exported.step} steps, is now a model for transformers in {exported.folder}",
+        f"{run}, after {exported.step} steps, is now {what} in {exported.folder}",
         "",
         f"  class       {exported.architecture}",
         f"  parameters  {exported.parameters:,} in {exported.dtype}, {exported.bytes / 2**20:,.1f} MiB in {files}",
-        f'  load it     transformers.{exported.architecture}.from_pretrained("{exported.folder}")',
+        f'  load it     {load}"{exported.folder}")',
     ])  # fmt: skip
 
 
@@ -102,16 +111,29 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
+def _write_adapter(
+    values: Values, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console
+) -> Exported:
+    tensors: dict[str, list[Tensor]] = {}
+    for part in adapter_tensors(family, recipe.model):
+        tensors.setdefault(part.name, []).append(part)
+    forms = [_form(values, parts[0], dtype) for parts in tensors.values()]
+    write_file(folder / TENSORS, forms, (_read(values, tensors[form.name], form) for form in forms))
+    (folder / CONFIG).write_text(json.dumps(adapter_config(recipe, family), indent=1) + "\n")
+    size, count = sum(form.bytes for form in forms), sum(math.prod(form.shape) for form in forms)
+    return Exported("", _PEFT, values.step, count, str(dtype).removeprefix("torch."), 1, size)
+
+
+def _write(values: Values, recipe: Recipe, family: Family, dtype: torch.dtype, folder: Path, console: Console) -> Exported:
     tensors: dict[str, list[Tensor]] = {}
     copies = list(family.copies(recipe.model))
     for part in (*tensors_of(family, recipe.model), *copies):
         tensors.setdefault(part.name, []).append(part)
-    forms = [_form(stored, parts[0], dtype) for parts in tensors.values()]
+    forms = [_form(values, parts[0], dtype) for parts in tensors.values()]
     files, placed = list(_files(forms)), dict[str, str]()
     for number, content in enumerate(track(files, "writing", console=console, disable=not sys.stderr.isatty()), 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        write_file(folder / name, content, (_read(stored, tensors[form.name], form) for form in content))
+        write_file(folder / name, content, (_read(values, tensors[form.name], form) for form in content))
         placed |= {form.name: name for form in content}
     size = sum(form.bytes for form in forms)
     if len(files) > 1:
@@ -127,7 +149,7 @@ def _write(stored: Stored, recipe: Recipe, family: Family, dtype: torch.dtype, f
         (folder / name).write_text(json.dumps(document, indent=1) + "\n")
     repeated = {copy.name for copy in copies}
     count = sum(math.prod(form.shape) for form in forms if not tensors[form.name][0].keeps and form.name not in repeated)
-    return Exported("", family.architecture, stored.progress.step, count, kind, len(files), size)
+    return Exported("", family.architecture, values.step, count, kind, len(files), size)
 
 
 def _positions(recipe: Recipe) -> int:
@@ -152,24 +174,15 @@ def _files(forms: Sequence[Form]) -> Iterator[list[Form]]:
     yield content
 
 
-def _stored(stored: Stored, tensor: Tensor) -> TensorStorageMetadata:
-    if (key := f"model/{tensor.ours}") not in stored.contents.tensors:
-        raise DamagedFile(METADATA, f"has no tensor {key}")
-    return stored.contents.tensors[key]
+def _form(values: Values, tensor: Tensor, wanted: torch.dtype) -> Form:
+    shape, dtype = values.described(tensor.ours)
+    return Form(tensor.name, tensor.shape_for(shape), dtype if tensor.keeps else wanted)
 
 
-def _form(stored: Stored, tensor: Tensor, wanted: torch.dtype) -> Form:
-    known = _stored(stored, tensor)
-    return Form(tensor.name, tensor.shape_for(known.size), known.properties.dtype if tensor.keeps else wanted)
-
-
-def _read(stored: Stored, parts: Sequence[Tensor], form: Form) -> torch.Tensor:
+def _read(values: Values, parts: Sequence[Tensor], form: Form) -> torch.Tensor:
     tensor = torch.empty(tuple(form.shape), dtype=form.dtype)
     for part in parts:
-        known = _stored(stored, part)
-        whole = torch.empty(known.size, dtype=known.properties.dtype)
-        fill(stored, {f"model/{part.ours}": whole})
-        narrow, dtype = whole.to(form.dtype), str(form.dtype).removeprefix("torch.")
+        narrow, dtype = values.read(part.ours).to(form.dtype), str(form.dtype).removeprefix("torch.")
         if not bool(narrow.isfinite().all()):
             rule = f"{part.ours} has a number that {dtype} cannot hold, or none at all"
             raise UserError("dtype", dtype, rule, DTYPES)

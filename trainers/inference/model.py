@@ -21,10 +21,11 @@ from foldray.model.routes import checked
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import LONGEST
-from foldray.runtime import State
+from foldray.runtime import State, frozen_shards
 from trainers.data.chat import Chat
 from trainers.data.conversations import messages_of
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
+from trainers.hugging_face.weights import Weights
 from trainers.inference.sampling import Sampler, Sampling
 from trainers.inference.scoring import Score, windows
 from trainers.inference.stream import TextStream
@@ -106,6 +107,8 @@ class Model:
             Ownership(dropless(recipe.model), fold), Groups.create(fold), MoeBackend(experts=recipe.moe.experts), seed=None,
             device=device, dtype=DTYPES[recipe.precision],
         )  # fmt: skip
+        if recipe.model.adapter is not None:  # the checkpoint has the adapters alone
+            Weights.of(recipe).fill(recipe.model, frozen_shards(transformer), dict(transformer.named_parameters()))
         with trained.opened() as stored:
             fill(stored, _state(transformer))
         return cls(recipe, transformer, trained.name, trained.step)
@@ -413,9 +416,8 @@ def check_count(field: str, count: int) -> None:
 
 
 def _state(model: Transformer) -> State:
-    """Return views of all weights and router biases, by their names in a checkpoint."""
-    parameters = dict(model.named_parameters())
-    parts = ((name, parameters[local][index]) for local, found in model.global_parts.items() for name, index in found)
+    """Return views of all weights that training changes, and of router biases, by their names in a checkpoint."""
+    parts = ((name, parameter[index]) for local, parameter in model.trained() for name, index in model.global_parts[local])
     return {f"model/{name}": tensor.detach() for name, tensor in (*parts, *model.biases().items())}
 
 

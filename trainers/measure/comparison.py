@@ -18,6 +18,7 @@ from foldray.blueprint import Ownership, ParameterSpec, parameter_table
 from foldray.comm import Communicator, Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, Transformer, all_losses
+from foldray.model.initial import initial_values
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, TorchEngine, Trace
@@ -25,6 +26,7 @@ from trainers.worker.engines import DTYPES, make_backend, make_engine
 
 Tensors = Mapping[str, torch.Tensor]
 _SHOWN = 5
+_STIRRED = 0.02  # standard deviation of what adapters begin with here
 _TINY = 1e-300  # keeps gradients that are all zero from 0 / 0
 
 
@@ -55,7 +57,7 @@ def compare_gradients(recipe: Recipe, groups: Groups, device: torch.device, mask
     distance, length = groups.control.all_reduce(squares).sqrt().tolist()
     if not first:
         return None
-    ranked = _ranked(zip((spec.name for spec in parameter_table(recipe.model)), differences, strict=True))
+    ranked = _ranked(zip((spec.name for spec in _trained(recipe)), differences, strict=True))
     worst = next(iter(ranked))
     apart = (figures - reference).abs()
     return {
@@ -76,7 +78,7 @@ def _by_times(recipe: Recipe, groups: Groups, device: torch.device, batches: Seq
             timing.execution.learn_costs()
         ordering = timing.execution.ordering
         timing.close()
-    engine = make_engine(recipe, groups, device)
+    engine = _stirred(make_engine(recipe, groups, device))
     if ordering is not None:
         engine.execution.reorder(ordering)
     return engine
@@ -166,7 +168,7 @@ def _one_process(recipe: Recipe, precision: str, device: torch.device) -> Engine
     alone, backend = Groups.create(Fold(1)), MoeBackend(gate=make_backend(recipe).gate, experts="loop")
     ownership, seed = Ownership(recipe.model, Fold(1)), recipe.training.seed
     model = Transformer(ownership, alone, backend, seed=seed, device=device, dtype=DTYPES[precision])
-    return TorchEngine(model, alone, recipe.optimizer)
+    return _stirred(TorchEngine(model, alone, recipe.optimizer))
 
 
 def _changes(engine: Engine, batches: Sequence[Batch], lr: float) -> Tensors:
@@ -180,14 +182,29 @@ def _changes(engine: Engine, batches: Sequence[Batch], lr: float) -> Tensors:
 def _tensors(engine: Engine, key: str) -> Tensors:
     """Return this rank's boxes of an engine's state under keys of one form, by global name. All ranks must call this."""
     state = engine.state()
-    return {name: state[key.format(name)].detach().clone() for name in engine.model.pieces}
+    pieces = engine.model.pieces.items()
+    return {name: state[key.format(name)].detach().clone() for name, piece in pieces if piece.spec.trained}
+
+
+def _trained(recipe: Recipe) -> list[ParameterSpec]:
+    """Return the parameters that training changes. Frozen ones have no gradient to compare."""
+    return [spec for spec in parameter_table(recipe.model) if spec.trained]
+
+
+def _stirred(engine: Engine) -> Engine:
+    """Give the second matrices of adapters random values in place of zeros, with which the first ones would have no gradients."""
+    for shard in engine.shards():
+        if shard.key.startswith("model/") and shard.key.endswith("_lora.b"):
+            shard.tensor.copy_(initial_values(shard.shape, _STIRRED, 0, shard.key)[shard.box])
+    engine.load_shards()
+    return engine
 
 
 def _shared(
     recipe: Recipe, reference: Tensors, groups: Groups, device: torch.device
 ) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
     """Send the reference's tensors in float64 from the fold's first rank to all ranks. All ranks must call this."""
-    for spec in parameter_table(recipe.model):
+    for spec in _trained(recipe):
         if reference:
             tensor = reference[spec.name].double().contiguous()
         else:

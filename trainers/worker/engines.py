@@ -14,8 +14,9 @@ from foldray.kinds import EXPERT
 from foldray.model import Transformer
 from foldray.moe import Gate, MoeBackend
 from foldray.recipe import CAPTURED, Recipe, needs_grouped_products, uncaptured
-from foldray.runtime import Engine, TorchEngine
+from foldray.runtime import Engine, TorchEngine, frozen_shards
 from foldray.runtime.graphs import Captures, CudaRecorder
+from trainers.hugging_face.adapters import Adapter
 from trainers.hugging_face.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -50,8 +51,17 @@ def _engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
 
 
 def read_weights(engine: Engine, recipe: Recipe) -> None:
-    """Read the weights of the folder that a recipe starts from (`training.weights`) into the engine's shards."""
-    Weights.of(recipe).fill(recipe.model, engine.shards(), dict(engine.model.named_parameters()))
+    """Read the weights of the folder that a recipe starts from (`training.weights`) into the engine's shards.
+
+    With adapters, they go into the model itself.
+    """
+    shards = [*engine.shards(), *frozen_shards(engine.model)]
+    Weights.of(recipe).fill(recipe.model, shards, dict(engine.model.named_parameters()))
+
+
+def read_adapter(engine: Engine, recipe: Recipe) -> None:
+    """Read the adapter that a recipe starts from (`training.adapter`) into the engine's shards."""
+    Adapter.of(recipe).fill(recipe, engine.shards())
 
 
 def make_backend(recipe: Recipe) -> MoeBackend:

@@ -43,7 +43,7 @@ from trainers.telemetry.mailbox import Outbox
 from trainers.telemetry.metrics import Finished, Totals, metrics_of, reported
 from trainers.telemetry.records import Measured, Place, Step, Validation, averaged, number, validated
 from trainers.worker import ground
-from trainers.worker.engines import DTYPES, make_engine, read_weights
+from trainers.worker.engines import DTYPES, make_engine, read_adapter, read_weights
 from trainers.worker.online import Knobs, MakeSearch
 from trainers.worker.orders import online_search
 
@@ -277,13 +277,15 @@ class Worker:
         A training that begins anew with other data has finished none. Its weights and moments are those of the checkpoint.
         """
         newest = ray.train.get_checkpoint()  # of this run
-        checkpoint = newest or self.start
+        checkpoint, training = newest or self.start, self.recipe.training
+        if training.weights is not None and (checkpoint is None or self.recipe.model.adapter is not None):
+            with self.activity.during("loads weights", self.saver.limit.total_seconds()):
+                read_weights(self.engine, self.recipe)
+                if training.adapter is not None and checkpoint is None:
+                    read_adapter(self.engine, self.recipe)
+                self.saver.meet()  # ranks that have read wait longer here than in the engine's groups
+                self.engine.load_shards()
         if checkpoint is None:
-            if self.recipe.training.weights is not None:
-                with self.activity.during("loads weights", self.saver.limit.total_seconds()):
-                    read_weights(self.engine, self.recipe)
-                    self.saver.meet()  # ranks that have read wait longer here than in the engine's groups
-                    self.engine.load_shards()
             return 0
         from trainers.checkpoints import tensors  # takes most of a second
 

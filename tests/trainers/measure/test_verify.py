@@ -63,6 +63,16 @@ def test_what_is_right_passes(ranks, workers: int, fold: dict, engine: dict, bac
     assert found.changed == ({} if found.dtype == found.precision else {"precision": found.dtype})
 
 
+@pytest.mark.nightly("a fault that other tests find, too")
+def test_adapters_are_compared_alone(ranks) -> None:
+    """No gradient is zero, although the second matrices of adapters begin with zeros."""
+    recipe = make_recipe(4, {"tp": 2, "etp": 2}, model={"adapter": {"rank": 4}}, **_QUIET)
+    found = compared(recipe, ranks(4).run(run_comparison, recipe)[0])
+    assert found.passed, found
+    assert "_lora." in found.worst_parameter
+    assert not compared(recipe, ranks(4).run(run_comparison, recipe, "replicated")[0]).passed
+
+
 @pytest.mark.gate(1 / 4)
 @pytest.mark.parametrize(("wire", "least", "most"), [("bfloat16", 1e-4, 0.02), ("float8", 5e-3, 0.3)])
 def test_rows_that_are_rounded_are_told_and_no_mistake(ranks, wire: str, least: float, most: float) -> None:
