@@ -49,7 +49,7 @@ def block_activations(
     total += INT64 * n * (rank.travelling.room + (rank.travelling.room + topk) * bool(rank.travelling.beside))
     if block.moe.shared and SHARED not in again:
         # Without TP, the shared expert and the router have the same input tensor.
-        total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1)
+        total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1 and model.adapter is None)
         total += n * model.hidden * b * block.moe.shared_gate  # its output
     return total + expert_activations(rank, block, again, imbalance) + combined_rows(rank, block)
 
@@ -75,7 +75,10 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     if EXPERT in again:
         return tokens * rank.travelling.fullest * (row + sum(beside))
     # As the products take them: gathered, by expert.
-    computed = rows * (fold.etp * row + block.moe.expert.width * rank.device.bytes)
+    given, b = rank.model.adapter, rank.device.bytes
+    narrow = given.rank * (given.inwards + given.outwards) if given else 0  # between the two products of adapters
+    # Frozen products keep no input.
+    computed = rows * ((given is None or given.inwards) * fold.etp * row + (block.moe.expert.width + fold.etp * narrow) * b)
     if rank.travelling.inside:  # places of rows that a node passes on, and of their weights
         to_node = tokens * rank.travelling.fullest
         computed += 2 * INT64 * arrived + INT64 * to_node * (block.moe.topk + min(block.moe.topk, fold.ep_inside))
@@ -141,12 +144,16 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     rotations = FLOAT32 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
     # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
     # values. A norm keeps this tensor, and makes other queries and keys.
-    normed = spec.norm != "none"
+    normed, adapters = spec.norm != "none", model.adapter
     made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
     if normed:
         made += queries + (keys_and_values if sliced else local.keys)
     if spec.gates:  # what the heads put out before the gate, and its sigmoid
         made += outputs + spec.gates / fold.tp
+    if adapters:  # the narrow rows between the two products of an adapter
+        made += adapters.rank * len(adapters.attention)
+        # Frozen products keep no input, and norms keep theirs.
+        made -= model.hidden * (not set(adapters.attention) - {"out"})
     return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations
 
 
@@ -181,5 +188,8 @@ def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: int) -> floa
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
-    """Return the bytes of a feed-forward network's input and first product (both halves if it is gated)."""
-    return n * (rank.fold.tp * rank.model.hidden + spec.width) * rank.device.bytes
+    """Return the bytes of a feed-forward network's input and first product (both halves if it is gated).
+
+    With adapters, its products are frozen, and keep no input.
+    """
+    return n * (rank.fold.tp * rank.model.hidden * (rank.model.adapter is None) + spec.width) * rank.device.bytes

@@ -218,7 +218,9 @@ class Held(NamedTuple):
 def content_parameters(rank: RankCosts, content: Content) -> Held:
     """Return the bytes for the parameters of a position."""
     count, software = rank.elements(content), rank.job.software
-    return parameters(rank.fold, rank.zero, rank.device.bytes, count, elements(rank, content), software)
+    held = parameters(rank.fold, rank.zero, rank.device.bytes, count, elements(rank, content), software)
+    frozen = sum(rank.elements(content, trained=False).values())  # with neither float32 copies nor gradients
+    return held._replace(weights=held.weights + frozen * rank.device.bytes)
 
 
 def parameters(

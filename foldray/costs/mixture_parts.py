@@ -91,6 +91,10 @@ class MixtureParts(Parts):
         yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * self.device.bytes)
         for inside, outside in ((hidden, width), (inner, hidden)):
             yield from self._products("experts", rows, inside, outside, back, groups=local)
+        if adapter := self.model.adapter:
+            for has, inside, outside in ((adapter.inwards, hidden, width), (adapter.outwards, inner, hidden)):
+                if has:
+                    yield from self._adapted("experts", rows, inside, outside, back, groups=local)
         yield self._launch(EXPERT, back)
         if moe.expert.bias:
             yield self._launch("expert_bias", back)

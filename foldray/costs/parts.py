@@ -58,24 +58,42 @@ class Parts(ABC):
             yield self._travel("tp", self.network.gather("tp", wide * self._width))
 
     def _products(
-        self, what: str, rows: float, inside: float, outside: float, back: bool, wide: bool = False, groups: float = 1
+        self,
+        what: str,
+        rows: float,
+        inside: float,
+        outside: float,
+        back: bool,
+        wide: bool = False,
+        groups: float = 1,
+        trained: bool = False,
     ) -> Iterator[Work]:
         """Yield the work of a product [rows, inside] × [inside, outside], or of the two products for its gradients.
 
         Args:
             wide: whether the product is never in fp8.
             groups: number of matrices of weights, among which the rows are spread evenly.
+            trained: whether the weights are those of adapters. All others are frozen if there are adapters.
         """
         if not wide:
             yield Work(COMPUTE, "memory", self.device.casts(rows * (outside if back else inside)))
-        m = rows / groups
+        m, frozen = rows / groups, self.model.adapter is not None and not trained
         # The gradient of the input, then that of the weights.
         shapes = ((m, outside, inside), (inside, m, outside)) if back else ((m, inside, outside),)
-        for weights, shape in enumerate(shapes):
+        for weights, shape in enumerate(shapes[:1] if frozen else shapes):
             yield Work(COMPUTE, what, self.device.product(*shape, wide, groups), bool(weights))
-        if back:
+        if back and not frozen:
             sums = counts().sums * self.job.software.gradients / FLOAT32
             yield self._memory(sums * groups * inside * outside)._replace(weights=True)
+
+    def _adapted(self, what: str, rows: float, inside: float, outside: float, back: bool, groups: float = 1) -> Iterator[Work]:
+        """Yield the work of an adapter: two narrow products, and a sum with the product beside it."""
+        assert self.model.adapter
+        rank = self.model.adapter.rank
+        for narrow in ((inside, rank), (rank, outside)):
+            yield from self._products(what, rows, narrow[0], narrow[1], back, groups=groups, trained=True)
+        yield self._memory(3 * rows * (inside if back else outside) * self.device.bytes)
+        yield self._launch("adapter", back)
 
     def _embedded(self, wide: float, back: bool) -> Iterator[Work]:
         """Yield the work for rows of the embedding."""
@@ -190,6 +208,8 @@ class AttentionParts(Parts):
         if fold.cp > 1 or not whole:
             yield from self._parts(local, tokens, whole, wide, back)
         yield from self._products("gemm", wide, local.outputs, self.model.hidden, back)
+        if self.model.adapter and "out" in self.model.adapter.attention:
+            yield from self._adapted("gemm", wide, local.outputs, self.model.hidden, back)
         yield self._launch(ATTENTION, back)
         if not whole and fold.cp > 1:
             yield self._launch(PROJECT, back, times=-1)
@@ -268,6 +288,9 @@ class AttentionParts(Parts):
             return
         yield from self._tensor(wide, back, ways=1)
         yield from self._products("gemm", wide, self.model.hidden, made, back)
+        for part in self.model.adapter.attention if self.model.adapter else ():
+            if part in local.inputs:
+                yield from self._adapted("gemm", wide, self.model.hidden, local.inputs[part][1], back)
         if local.downs:
             yield from self._narrowed(local, n, back)
 

@@ -206,31 +206,41 @@ class RankCosts(AttentionParts, MixtureParts):
     @cached_property
     def weights(self) -> dict[tuple[str, BlockSpec | None], float]:
         """Number of parameters that a rank computes with, by (kind of op, block)."""
-        return {key: cut + whole for key, (cut, whole) in self._weights.items()}
+        frozen = self._weights(False)
+        return {key: count + sum(frozen[key]) for key, count in self.trained.items()}
 
     @cached_property
-    def _weights(self) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
-        """`weights` as (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank holds whole)."""
-        parts = defaultdict(lambda: self.fold.tp, {EXPERT: self.fold.ep * self.fold.etp})
-        elements = count_by_op(self.model, self.model.copies_keys(self.fold.tp))
-        return {key: (cut / parts[key[0]], whole) for key, (cut, whole) in elements.items()}
+    def trained(self) -> dict[tuple[str, BlockSpec | None], float]:
+        """The number of those that training changes."""
+        return {key: cut + whole for key, (cut, whole) in self._weights(True).items()}
 
-    def elements(self, content: Content) -> dict[str, float]:
+    def _weights(self, trained: bool) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
+        """Return (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank, or slice, holds whole)."""
+        fold = self.fold
+        parts = defaultdict(lambda: (fold.tp, 1), {EXPERT: (fold.ep * fold.etp, fold.ep)})
+        counts = count_by_op(self.model, self.model.copies_keys(fold.tp), trained)
+        return {key: (cut / parts[key[0]][0], whole / parts[key[0]][1]) for key, (cut, whole) in counts.items()}
+
+    def elements(self, content: Content, trained: bool = True) -> dict[str, float]:
         """Return the number of parameters of stages, by the group family over which their gradients are summed.
 
         An embedding that two stages share counts with the embedding, and again with the head if `content` has only the head.
+
+        Args:
+            trained: whether to count parameters that training changes, or those that it leaves as they are.
         """
         keys = Counter[tuple[str, BlockSpec | None]]()
         for layer, count in content.blocks:
             for kind in kinds_with_weights(layer):
                 keys[kind, layer] += count
         keys.update([(EMBED, None)] * content.embedding + [(HEAD, None)] * bool(content.head))
-        elements = dict.fromkeys(FAMILY.values(), 0.0)
+        elements, weights = dict.fromkeys(FAMILY.values(), 0.0), self._weights(trained)
         for (kind, block), count in keys.items():
-            cut, whole = self._weights[kind, block]
+            cut, whole = weights[kind, block]
             elements["edp" if kind == EXPERT else "dp_cp"] += count * cut
             elements["edp" if kind == EXPERT else "tp_dp_cp"] += count * whole
-        if content.head and self.model.shares_embedding and not content.embedding:
+        shared = self.model.shares_embedding and trained == (self.model.adapter is None)
+        if content.head and shared and not content.embedding:
             elements["dp_cp"] += self.model.vocab * self.model.hidden / self.fold.tp
         return elements
 

@@ -144,7 +144,7 @@ def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedFo
 
     On a CPU, all do. On a GPU, a product adds the gradients of a large matrix itself, and small matrices follow one another.
     """
-    count, parts = rank.weights[kind, block], rank.fold.etp if kind == EXPERT else rank.fold.tp
+    count, parts = rank.trained[kind, block], rank.fold.etp if kind == EXPERT else rank.fold.tp
     if rank.device.hardware.processors == 1:
         return count
     small = [width for width in (spec.width, spec.inner) if width * rank.model.hidden / parts < counts().summing]

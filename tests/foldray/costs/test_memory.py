@@ -19,7 +19,7 @@ from foldray.costs.apart import ApartWork, Sides
 from foldray.costs.candidate import Candidate, Content, Job, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import counts, load_hardware
-from foldray.costs.memory import Memory, in_flight, ledger, parameters
+from foldray.costs.memory import Memory, content_parameters, in_flight, ledger, parameters
 from foldray.costs.rank import RankCosts
 from foldray.finding import find
 from foldray.fold import Fold
@@ -124,12 +124,14 @@ def test_the_fullest_position_counts() -> None:
 
 @pytest.mark.gate(2)
 @pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("fold", "heads"), [({"ep": 2}, 4), ({"tp": 2, "ep": 2}, 4), ({"pp": 2, "ep": 2}, 4), ({"tp": 4, "ep": 2}, 2)], ids=str
-)
-def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], heads: int, zero: int) -> None:
+@pytest.mark.parametrize(("fold", "model"), [
+    ({"ep": 2}, {}), ({"tp": 2, "ep": 2}, {}), ({"pp": 2, "ep": 2}, {}), ({"tp": 4, "ep": 2}, {"kv_heads": 2}),
+    ({"tp": 2, "ep": 2}, {"adapter": {"rank": 16}}), ({"pp": 2, "ep": 2}, {"adapter": {"rank": 16}}),
+    ({"ep": 2, "etp": 2}, {"adapter": {"rank": 16}}),
+], ids=str)  # fmt: skip
+def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], model: dict[str, Any], zero: int) -> None:
     """Weights, gradients and optimizer state of four ranks after a step agree within 1 %."""
-    sizes, optimizer = WIDE | {"kv_heads": heads}, {"kind": "adamw"}
+    sizes, optimizer = {**WIDE, **model}, {"kind": "adamw"}
     recipe = make_recipe(4, fold, precision="float32", engine={"kind": "torch", "zero": zero}, optimizer=optimizer, model=sizes)
     model, placed = recipe.model, recipe.placed_fold
     job = Job(model, 16, 8, "fp32")
@@ -137,8 +139,7 @@ def test_parameters_are_those_of_a_run(ranks, fold: dict[str, int], heads: int, 
     for number, found in enumerate(ranks(4).run(_held, recipe)):
         stages = Ownership(model, placed).held_stages(number)
         forms = [StageForm(tuple(map(model.block, stage.layers)), stage.first, stage.last) for stage in stages]
-        count = rank.elements(Content.of(forms))
-        assert parameters(rank.fold, rank.zero, rank.device.bytes, count) == pytest.approx(found, rel=0.01)
+        assert content_parameters(rank, Content.of(forms)) == pytest.approx(found, rel=0.01)
 
 
 def _held(rank: int, recipe: Recipe) -> list[int]:
@@ -207,6 +208,18 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_dim": 4,
         "full_positions": "none",
     },
+    "adapters": {"adapter": {"rank": 8}},
+    "adapters of queries and values, norms of heads": {
+        "adapter": {"rank": 16, "targets": ["q_proj", "v_proj"]},
+        "qk_norm": "head",
+        "moe_every": 2,
+    },
+    "adapters of experts, a shared expert": {
+        "adapter": {"rank": 8, "targets": ["gate_up_proj", "down_proj"]},
+        "shared_hidden": 128,
+        "expert_bias": True,
+    },
+    "adapters out of experts and of attention": {"adapter": {"rank": 8, "targets": ["down_proj", "o_proj"]}, "moe_every": 2},
     "biases, a gate": {"attention_bias": "all", "shared_hidden": 128, "shared_gate": True, "rope_pairs": "interleaved"},
 }
 
