@@ -264,9 +264,14 @@ class Transformer(nn.Module):
         """Yield this rank's parameters that training changes, with their names. With adapters, these are theirs alone."""
         return ((name, parameter) for name, parameter in self.named_parameters() if self._spec(name).trained)
 
-    def by_class(self, kind: GradientClass) -> list[nn.Parameter]:
-        """Return this rank's parameters of a gradient class that training changes."""
-        return [parameter for name, parameter in self.trained() if self._spec(name).gradient_class == kind]
+    @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.trained()]
+
+    def by_class(self, kind: GradientClass, frozen: bool = False) -> list[nn.Parameter]:
+        """Return this rank's parameters of a gradient class that training changes; with `frozen`, all others of it as well."""
+        some = self.named_parameters() if frozen else self.trained()
+        return [parameter for name, parameter in some if self._spec(name).gradient_class == kind]
 
     def in_slices(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients the slices of an expert have parts of (`ParameterSpec.in_slices`)."""
@@ -279,7 +284,7 @@ class Transformer(nn.Module):
     def counted(self) -> list[nn.Parameter]:
         """Return the parameters that this rank counts in a norm over the whole model (`Ownership.counted`)."""
         names = set(self.ownership.counted(self.groups.rank))
-        return [parameter for name, parameter in self.named_parameters() if self.global_parts[name][0][0] in names]
+        return [parameter for name, parameter in self.trained() if self.global_parts[name][0][0] in names]
 
     def tied(self) -> list[nn.Parameter]:
         """Return this rank's parameters that another rank's stage shares: an embedding that both need, or nothing."""

@@ -78,15 +78,6 @@ class Description(Strict):
         schedule = given.get("schedule", {})
         return {**given, "schedule": {"kind": AF_PIPE.name, **schedule}} if isinstance(schedule, dict) else given
 
-    @model_validator(mode="before")
-    @classmethod
-    def _adapters_have_torch(cls, given: Any) -> Any:
-        model = given.get("model") if isinstance(given, dict) else None
-        if not isinstance(model, dict) or model.get("adapter") is None:
-            return given
-        engine = given.get("engine", {})
-        return {**given, "engine": {"kind": "torch", **engine}} if isinstance(engine, dict) else given
-
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
         """Read a YAML file, apply `key.sub=value` overrides (values are YAML) and validate.

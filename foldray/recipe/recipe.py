@@ -275,8 +275,9 @@ def _check_adapter(recipe: Description) -> None:
             rule = "needs model.adapter, which says the rank, the weight and the targets of adapters"
             raise UserError("training.adapter", recipe.training.adapter, rule, ["null"])
         return
-    if recipe.engine.kind == "deepspeed":
-        raise UserError("engine.kind", "deepspeed", "trains all weights; adapters (model.adapter) need torch", ["torch"])
+    if recipe.engine.kind == "deepspeed" and not recipe.model.adapter.attention and recipe.fold.pp > 1 and recipe.model.has_dense:
+        rule = "needs something to train on each pipeline position, and a dense block has nothing (model.adapter.targets)"
+        raise UserError("engine.kind", "deepspeed", rule, ["torch"])
     if recipe.optimizer.kind == "muon":
         rule = "is for whole matrices of hidden layers, not for the narrow ones of adapters (model.adapter)"
         raise UserError("optimizer.kind", "muon", rule, ["adamw", "sgd"])

@@ -208,7 +208,7 @@ class EngineSpec(Strict):
 
     kind: Literal["deepspeed", "torch"] = "deepspeed"
     """`deepspeed` trains with DeepSpeed's ZeRO, `torch` with foldray's own. Both give the same
-    update, to rounding. With `model.adapter`, the default and the only kind is `torch`."""
+    update, to rounding."""
     zero: Literal[0, 1, 2] = 1
     """ZeRO stage. 1 shares the optimizer's state out over data-parallel workers, which saves
     memory; 2 also frees gradients as they leave, which with `kind: deepspeed` needs

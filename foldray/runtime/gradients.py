@@ -264,14 +264,18 @@ class Gradients:
             self._travelling.pop().wait()
         for buffer in self._copied:
             self.groups.tensor.all_reduce(buffer.sums)
+        self.sum_slices()
+        for parameter in self._tied:
+            # A last sum of two numbers has the same bits on both stages, so the two copies of the weight stay equal.
+            self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))
+
+    def sum_slices(self) -> None:
+        """Sum the gradients of which the slices of an expert have parts, over these slices."""
         if self._in_slices:
             own = [self.buffer_of[parameter].own(parameter) for parameter in self._in_slices]
             together = self.groups.expert_slices.all_reduce(torch.cat([part.flatten() for part in own]))
             for part, whole in zip(own, together.split([part.numel() for part in own]), strict=True):
                 part.copy_(whole.view_as(part))
-        for parameter in self._tied:
-            # A last sum of two numbers has the same bits on both stages, so the two copies of the weight stay equal.
-            self.groups.tied_gradients.all_reduce(self.buffer_of[parameter].own(parameter))
 
     def reduce(self) -> None:
         """Reduce all buffers, each as one chunk, and wait for them."""

@@ -50,7 +50,7 @@ class StepModule(nn.Module):
 
         Its backward gives the gradient of the step's whole objective.
         """
-        return _Shell.apply(self, batches, *self.model.parameters())
+        return _Shell.apply(self, batches, *self.model.trained_parameters)
 
     def run(self, batches: Sequence[Batch]) -> torch.Tensor:
         with torch.enable_grad():
@@ -62,7 +62,7 @@ class StepModule(nn.Module):
     def hand_over(self, scale: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's gradients times `scale`, in the parameters' types, and set the sums to zero."""
         # These must be new tensors, because an engine may make views of its own buffers from them.
-        gradients = [(self.gradients.views[parameter] * scale).to(parameter.dtype) for parameter in self.model.parameters()]
+        gradients = [(self.gradients.views[parameter] * scale).to(parameter.dtype) for parameter in self.model.trained_parameters]
         self.gradients.zero()
         return gradients
 

@@ -75,7 +75,7 @@ class DeepSpeedEngine:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a C++ build of half a minute
         deepspeed.init_distributed(dist_backend="nccl" if recipe.cluster.gpu else "gloo", verbose=False)
         name = _register(groups)
-        for parameter in model.by_class("expert"):
+        for parameter in model.by_class("expert", frozen=True):  # DeepSpeed copies weights of others to all data-parallel ranks
             parameter.allreduce, parameter.group_name = False, name  # type: ignore[attr-defined]
         # If the list has ops that reduce gradients, DeepSpeed gets reduced gradients, and must not reduce them again.
         reduced = recipe.schedule.reduction != "end"
@@ -122,7 +122,7 @@ class DeepSpeedEngine:
 
     def weights(self) -> Iterator[tuple[GradientClass, torch.Tensor]]:
         if not self.zero:
-            yield from ((self._classes[parameter], parameter.detach()) for parameter in self.model.parameters())
+            yield from ((self._classes[parameter], parameter.detach()) for parameter in self.model.trained_parameters)
             return
         for parameters, flat in zip(self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True):
             yield self._classes[parameters[0]], flat.detach()  # no tensor holds both experts and other parameters
@@ -155,7 +155,7 @@ class DeepSpeedEngine:
         A parameter that two stages share has a group of its own, so that the same ranks of both own the same elements of it.
         """
         tied = set(self.model.tied())
-        parts = [[p for p in self.model.parameters() if (p in tied) == is_tied] for is_tied in (False, True)]
+        parts = [[p for p in self.model.trained_parameters if (p in tied) == is_tied] for is_tied in (False, True)]
         decays = [group for part in parts for group in decay_groups(self.spec, zip(part, part, strict=True))]
         named = [{**group, "name": f"group_{number}"} for number, group in enumerate(decays)]
         return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
@@ -200,7 +200,7 @@ class DeepSpeedEngine:
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _memories(self) -> list[dict[str, torch.Tensor]]:
-        flats = self.optimizer.single_partition_of_fp32_groups if self.zero else list(self.model.parameters())
+        flats = self.optimizer.single_partition_of_fp32_groups if self.zero else self.model.trained_parameters
         optimizer = self.optimizer.optimizer if self.zero else self.optimizer
         return [optimizer.state[flat] for flat in flats]
 
@@ -227,6 +227,7 @@ class DeepSpeedEngine:
         place, counted = self.groups.coordinate.get("attention", {"tp": 0, "pp": 0}), []
         # Other ranks of the same data-parallel place hold these parameters, too, and count them.
         copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
+        copies.update(self.model.in_slices() if self.groups.coordinate.get("moe", {"etp": 0})["etp"] else ())
         for index, parameters in enumerate(self.optimizer.params_in_partition):
             # A partition may end with padding, which has no parameter, so zip leaves it out.
             for gradient, parameter in zip(self.optimizer.averaged_gradients[index], parameters, strict=False):
@@ -236,7 +237,7 @@ class DeepSpeedEngine:
 
     def _clip(self) -> Norms:
         """Clip the gradients at stage 0, where every rank has complete gradients. Return the norms before clipping."""
-        gradients = {parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None}
+        gradients = {parameter: parameter.grad for parameter in self.model.trained_parameters if parameter.grad is not None}
         counted = ((self._classes[parameter], gradients[parameter]) for parameter in self.model.counted())
         norms = gradient_norms(counted, self.engine.device, self.groups)
         if self.spec.clip is not None and norms.total > self.spec.clip:
@@ -266,6 +267,7 @@ class _Step(StepModule):
             buffer.sums.mul_(data_parallel.size)  # DeepSpeed takes means
             if buffer.name == "replicated":
                 self.groups.tensor.all_reduce(buffer.sums)
+        self.gradients.sum_slices()
         for parameter in self.model.tied():
             # After this reduction, DeepSpeed takes a mean of equal values. The mean has the same bits on both stages, so the
             # two copies of the weight stay equal.

@@ -39,7 +39,7 @@ def recipe_of(storage: Path, fold: dict[str, int], **training: Any) -> Recipe:
         **given, "model": {**given["model"], "adapter": {"rank": 4, "alpha": 8}}, "fold": fold, "precision": "float64",
         "data": {**given["data"], "source": "text", "path": str(storage / "texts" / "*.txt"), "seq_len": 32},
         "training": {**given["training"], **sizes, **training}, "cluster": {"workers": 2, "storage": str(storage / "runs")},
-        "optimizer": {"lr": 1e-2},
+        "optimizer": {"lr": 1e-2}, "engine": {"kind": "torch"},
     })  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_a_training_of_adapters(
         (["model.adapter=null", "training.adapter=a"], "training.adapter=a: needs model.adapter"),
         (["model.adapter.targets=[gate]"], "model.adapter.targets.0=gate: "),
         (["model.adapter.rank=0"], "model.adapter.rank=0: "),
-        (["engine.kind=deepspeed"], "engine.kind=deepspeed: trains all weights; adapters (model.adapter) need torch"),
+        (["optimizer.kind=muon", "engine.kind=torch"], "optimizer.kind=muon: is for whole matrices of hidden layers"),
     ],
     ids=str,
 )
