@@ -15,8 +15,8 @@ import torch
 from foldray.blueprint import ModelSpec, RopeSpec, RouterSpec
 from foldray.kernels import autograd, fused, routing
 from foldray.kernels.permutation import pad_by_expert, sort_by_expert
-from foldray.model.attention import rotate, rotation
 from foldray.model.layers import Norm
+from foldray.model.rotary import rotate, rotation
 from foldray.moe.router import TopKGate, scores
 from tests.gpu.report import Report, milliseconds
 

@@ -17,8 +17,8 @@ from foldray.blueprint import ModelSpec, RopeSpec
 from foldray.kernels import attention, fused
 from foldray.kernels.activations import GATED_SILU
 from foldray.kernels.permutation import combine, permute
-from foldray.model.attention import rotate, rotation
 from foldray.model.layers import Norm
+from foldray.model.rotary import rotate, rotation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

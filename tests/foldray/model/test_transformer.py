@@ -12,8 +12,9 @@ from foldray.blueprint import PRESETS, ModelSpec, Ownership, RopeSpec, parameter
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model import IGNORED, Batch, Transformer
-from foldray.model.attention import Place, rotate, rotation
+from foldray.model.attention import Place
 from foldray.model.attention_mask import AttentionMask
+from foldray.model.rotary import rotate, rotation
 from tests.foldray.parity import MODEL, model_of
 
 FOLDS = [

@@ -15,7 +15,7 @@ from foldray.blueprint import ModelSpec
 from foldray.cli import main
 from foldray.comm import Groups
 from foldray.model import Cache
-from foldray.model.attention import rotation
+from foldray.model.rotary import rotation
 from foldray.moe import TokenPiece
 from tests.foldray.parity import IGNORED, batches, engine_on, go_on, sample, weights
 from tests.trainers.checkpoints.damage import shards_of
