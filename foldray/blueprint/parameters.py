@@ -168,7 +168,6 @@ def _attention_count(spec: AttentionSpec, hidden: int) -> int:
     return matrices + vectors
 
 
-@lru_cache(maxsize=16)
 def count_by_op(
     model: ModelSpec, copies: bool = False, trained: bool = True
 ) -> Mapping[tuple[str, BlockSpec | None], tuple[int, int]]:
@@ -180,16 +179,21 @@ def count_by_op(
     Args:
         trained: whether to count elements that training changes, or those that it leaves as they are.
     """
+    return _counts_by_op(model, copies)[trained]
+
+
+@lru_cache(maxsize=16)
+def _counts_by_op(model: ModelSpec, copies: bool) -> tuple[dict[tuple[str, BlockSpec | None], tuple[int, int]], ...]:
+    """Return `count_by_op` of what training leaves as it is, and of what it changes. Both have all kinds of ops and blocks."""
     first: dict[tuple[str, BlockSpec | None], int] = {}
-    counts: dict[tuple[str, BlockSpec | None], tuple[int, int]] = {}
+    counts: tuple[dict[tuple[str, BlockSpec | None], tuple[int, int]], ...] = ({}, {})
     for spec in parameter_table(model, copies):
         key = spec.op, None if spec.op in (EMBED, HEAD) else model.block(spec.layer)
         if key[1] is None or first.setdefault(key, spec.layer) == spec.layer:  # equal blocks are counted once
-            cut, whole = counts.get(key, (0, 0))
-            if spec.trained != trained:
-                counts[key] = (cut, whole)
-                continue
-            counts[key] = (cut, whole + spec.count) if spec.cut is None else (cut + spec.count, whole)
+            for of in counts:
+                of.setdefault(key, (0, 0))
+            cut, whole = counts[spec.trained][key]
+            counts[spec.trained][key] = (cut, whole + spec.count) if spec.cut is None else (cut + spec.count, whole)
     return counts
 
 
