@@ -95,10 +95,11 @@ def peak(rank: int, recipe: Recipe) -> int:
 @pytest.mark.nightly("trains models of width 256 on up to four ranks")
 @pytest.mark.parametrize("case", cases(20), ids=str)
 def test_the_ledger_counts_what_a_step_needs(ranks, case: Case) -> None:
+    """It may count too much where moments are bounded that do not come together, and hardly ever too little."""
     candidate = as_candidate(case.recipe)
     device = Device.of(candidate.job, EOS)
     counted = ledger(candidate, RankCosts(candidate.job, candidate.fold, device, candidate.micro_batch, candidate.zero))
     fullest = max(ranks(case.workers).run(peak, case.recipe, timeout=240))
     ratio = fullest / (counted.total - counted.workspace)
     print(f"step-memory {ratio:.3f} {case}")
-    assert 0.92 <= ratio <= 1.05, counted
+    assert 0.8 <= ratio <= 1.04, counted
