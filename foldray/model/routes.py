@@ -38,7 +38,7 @@ class Routes:
         return torch.stack([torch.cat(chosen, dim=1) for chosen in slices]).to(torch.int16)
 
 
-def checked(experts: torch.Tensor, model: ModelSpec, sequences: int, length: int) -> torch.Tensor:
+def checked_experts(experts: torch.Tensor, model: ModelSpec, sequences: int, length: int) -> torch.Tensor:
     """Return experts that a batch may bring, or raise a UserError about `experts`."""
     shape = len(model.moe_layers), sequences, length, model.topk
     if tuple(experts.shape) != shape:
@@ -51,11 +51,9 @@ def checked(experts: torch.Tensor, model: ModelSpec, sequences: int, length: int
         rule = "is no expert; −1 leaves the choice to the router"
         raise UserError("experts", low if low < -1 else high, rule, [f"−1…{model.experts - 1}"])
     ordered = experts.sort(-1).values
-    repeated, partly = (
-        (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0),
-        (experts < 0).any(-1) & (experts >= 0).any(-1),
-    )
-    for wrong, rule in ((repeated.any(-1), "has an expert twice"), (partly, "leaves only some of its experts to the router")):
+    repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+    partly = (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
+    for wrong, rule in ((repeated, "has an expert twice"), (partly, "leaves only some of its experts to the router")):
         if bool(wrong.any()):
             block, sequence, token = wrong.nonzero()[0].tolist()
             where = f"[{block}, {sequence}, {token}]"

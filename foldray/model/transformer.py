@@ -216,14 +216,14 @@ class Transformer(nn.Module):
         return x_BsH
 
     def _whole_block(self, x_BsH: torch.Tensor, layer: int, batch: Batch, place: Place) -> tuple[torch.Tensor, Balance | None]:
-        position_s = self.positions_of(batch, range(x_BsH.shape[1]))
-        return self.block(layer)(x_BsH, place, None, *self.given_experts(batch, layer, position_s))
+        return self.block(layer)(x_BsH, place, None, *self.given_experts(batch, layer, range(x_BsH.shape[1])))
 
-    def given_experts(self, batch: Batch, layer: int, position_s: torch.Tensor) -> list[torch.Tensor]:
-        """Return the experts [T, K] that a batch gives for some positions of its sequences in a MoE block, or nothing."""
+    def given_experts(self, batch: Batch, layer: int, tokens: range) -> list[torch.Tensor]:
+        """Return the experts [T, K] that a batch gives for some tokens of this rank's piece in a MoE block, or nothing."""
         if batch.expert_MBLK is None or not self.spec.is_moe(layer):
             return []
-        return [batch.expert_MBLK[self.spec.moe_layers.index(layer)][:, position_s].flatten(0, 1)]
+        expert_BLK = batch.expert_MBLK[self.spec.moe_layers.index(layer)]
+        return [expert_BLK[:, self.positions_of(batch, tokens)].flatten(0, 1)]
 
     def head_logits(self, x_BsH: torch.Tensor) -> torch.Tensor:
         """Return logits of this rank's vocabulary from outputs of the last block: [B, s, H] → [B, S, V]."""

@@ -323,7 +323,7 @@ class MicroBatch:
         block, z_BsH = self.model.block(op.layer), self.middles[op.layer].take(self._tokens(op))
         length, before = self.graph.slicing.length, self._tallies.pop(op.layer, None)
         position_s = self.model.positions_of(self.batch, self._tokens(op))
-        given = self.model.given_experts(self.batch, op.layer, position_s)
+        given = self.model.given_experts(self.batch, op.layer, self._tokens(op))
 
         def route(z_BsH: torch.Tensor, *beside: torch.Tensor) -> Computed:
             expert_TK, sums = (beside[0], beside[1:]) if given else (None, beside)

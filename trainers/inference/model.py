@@ -17,7 +17,7 @@ from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.model import Batch, Cache, Routes, Transformer
-from foldray.model.routes import checked
+from foldray.model.routes import checked_experts
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
 from foldray.recipe.bounds import LONGEST
@@ -162,7 +162,7 @@ class Model:
             raise UserError("tokens", list(ids.shape), "must have at least two tokens, of which the second has one before it")
         if experts is not None:
             given = experts.unsqueeze(1) if ids.dim() == 1 and experts.dim() == 3 else experts
-            experts = checked(given, self.recipe.model, sequences, length).to(self.device)
+            experts = checked_experts(given, self.recipe.model, sequences, length).to(self.device)
         batch = Batch(token_BL[:, :-1], token_BL[:, 1:], None, experts)
         x_BLH = self.transformer.hidden(batch)
         found = [
