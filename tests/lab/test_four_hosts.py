@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.nightly(LAB), pytest.mark.timeout(900)]
 
 NODES = 4
 _SIZES = ["cluster.workers=4", "fold.ep=4", "training.micro_batch=4"]
-_SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
+# Two trainings may choose their orders by times otherwise (`schedule.kind: auto`), and other orders round otherwise.
+_ORDER = "schedule.kind=sequential"
+_SHORT = [_ORDER, "training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
 _LIMIT = 400  # seconds for one training on a busy machine
 
 # Where the queues of several inboxes are, and where the driver is. The nodes do not see the packages, so it brings them.

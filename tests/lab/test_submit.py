@@ -22,7 +22,9 @@ pytestmark = pytest.mark.nightly(LAB)
 NODES = 2
 _FOLDRAY = [sys.executable, "-m", "foldray"]
 _RECIPE = repository() / "recipes" / "quickstart.yaml"
-_SHORT = ["training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
+# Two trainings may choose their orders by times otherwise (`schedule.kind: auto`), and other orders round otherwise.
+_ORDER = "schedule.kind=sequential"
+_SHORT = [_ORDER, "training.stop_after=8", "training.eval_every=4", "training.eval_sequences=32", "checkpoint.every=4"]
 _LIMIT = 400  # seconds for one training on a busy machine
 
 Command = Callable[..., subprocess.CompletedProcess]
