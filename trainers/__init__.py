@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from trainers.driver.disaggregated import DisagTrainer
     from trainers.driver.trainer import FoldTrainer
     from trainers.faults.attempts import FailureKind
+    from trainers.inference.folded import FoldedModel
     from trainers.inference.model import Model
     from trainers.telemetry.metrics import Metric
 
 turn_off()  # before Ray, MLflow or transformers are imported
 
-__all__ = ["DisagTrainer", "FailureKind", "FoldTrainer", "Metric", "Model"]
+__all__ = ["DisagTrainer", "FailureKind", "FoldTrainer", "FoldedModel", "Metric", "Model"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +25,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         rooms = {
             "Model": "inference.model",
+            "FoldedModel": "inference.folded",
             "Metric": "telemetry.metrics",
             "FailureKind": "faults.attempts",
             "FoldTrainer": "driver.trainer",

@@ -2,6 +2,6 @@
 
 from foldray.model.batch import IGNORED, Batch, Losses, all_losses
 from foldray.model.cache import Cache
-from foldray.model.routes import Routes
+from foldray.model.routes import ChosenExperts, Routes
 from foldray.model.states import Memory
 from foldray.model.transformer import Transformer

@@ -29,12 +29,17 @@ class Batch(NamedTuple):
     Experts, whole numbers of any type, stand for the choice of the routers: such as those of a sampler in reinforcement learning.
     The routers weigh them, and these weights have gradients. −1 leaves the choice to the router, for all of a token's assignments
     in a block. None leaves all choices.
+
+    Weights are factors on the losses of tokens, in any floating type, such as advantages in reinforcement learning. A further
+    token has the weight that it has as the next one. The step's objective still divides by the number of tokens that count. None
+    is 1.
     """
 
     token_BL: torch.Tensor
     target_BL: torch.Tensor
     segment_BL: torch.Tensor | None = None
     expert_MBLK: torch.Tensor | None = None
+    weight_BL: torch.Tensor | None = None
 
     def counted(self, depth: int = 0) -> torch.Tensor:
         """Return how many targets count for the token `depth` tokens after the next one, int64 scalar."""
@@ -49,6 +54,12 @@ class Batch(NamedTuple):
             return later_BL
         same_BL = F.pad(self.segment_BL[:, depth:] == self.segment_BL[:, :-depth], (0, depth))
         return later_BL.where(same_BL, IGNORED)
+
+    def weight(self, depth: int = 0) -> torch.Tensor | None:
+        """Return the weights of the targets `depth` tokens after the next one: [B, L]."""
+        if depth == 0 or self.weight_BL is None:
+            return self.weight_BL
+        return F.pad(self.weight_BL[:, depth:], (0, depth))
 
     @property
     def position_BL(self) -> torch.Tensor:
@@ -67,13 +78,14 @@ class Batch(NamedTuple):
         size, rest = divmod(len(self.token_BL), parts)
         starts = [part * size + min(part, rest) for part in range(parts + 1)]
         ranges = [slice(*pair) for pair in pairwise(starts)]
-        documents, experts = self.segment_BL, self.expert_MBLK
+        documents, experts, weights = self.segment_BL, self.expert_MBLK, self.weight_BL
         return [
             Batch(
                 self.token_BL[at],
                 self.target_BL[at],
                 None if documents is None else documents[at],
                 None if experts is None else experts[:, at],
+                None if weights is None else weights[at],
             )
             for at in ranges
         ]

@@ -206,12 +206,22 @@ class Vocabulary(nn.Module):
 
     def loss(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
         """Return the cross-entropy, summed over the shard's targets that count: at least float32, the same on all TP ranks."""
-        logits_BSV = self.logits(x_BsH)
-        logits_TV = logits_BSV.to(at_least_float32(logits_BSV)).flatten(0, 1)
         if self.tensor.size == 1:
-            return F.cross_entropy(logits_TV, target_BS.flatten(), reduction="sum", ignore_index=IGNORED)
-        loss_T = vocabulary_cross_entropy(logits_TV, target_BS.flatten(), self.first, self.tensor)
-        return (loss_T * (target_BS.flatten() != IGNORED)).sum()
+            return F.cross_entropy(self._wide_logits(x_BsH), target_BS.flatten(), reduction="sum", ignore_index=IGNORED)
+        return self.losses(x_BsH, target_BS).sum()
+
+    def losses(self, x_BsH: Tensor, target_BS: Tensor) -> Tensor:
+        """Return the cross-entropy of each target of the shard, zero where it does not count: [B, S], as `loss`."""
+        logits_TV, target_T = self._wide_logits(x_BsH), target_BS.flatten()
+        if self.tensor.size == 1:
+            loss_T = F.cross_entropy(logits_TV, target_T, reduction="none", ignore_index=IGNORED)
+        else:
+            loss_T = vocabulary_cross_entropy(logits_TV, target_T, self.first, self.tensor) * (target_T != IGNORED)
+        return loss_T.view(target_BS.shape)
+
+    def _wide_logits(self, x_BsH: Tensor) -> Tensor:
+        logits_BSV = self.logits(x_BsH)
+        return logits_BSV.to(at_least_float32(logits_BSV)).flatten(0, 1)
 
 
 def vocabulary_cross_entropy(logits_TV: Tensor, target_T: Tensor, first: int, tensor: Communicator) -> Tensor:

@@ -1,6 +1,6 @@
 """The experts of tokens as data: what routers have chosen, and what a batch may bring instead (`Batch.expert_MBLK`).
 
-Legend: M MoE blocks, B sequences, L positions, K experts per token.
+Legend: M MoE blocks, B sequences, L positions of a whole sequence, s positions of this rank's piece of it, K experts per token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,29 @@ import torch
 
 from foldray.blueprint import ModelSpec
 from foldray.errors import UserError
+from foldray.model.batch import Batch
 from foldray.model.transformer import Transformer
+
+
+class ChosenExperts:
+    """The experts that the routers of this rank choose for its tokens in a micro-batch.
+
+    Attributes:
+        layers: numbers of this rank's MoE blocks.
+        position_s: the positions of its tokens in their sequences, int64.
+        expert_MBsK: the experts, int32, once every piece has been put.
+    """
+
+    def __init__(self, model: Transformer, batch: Batch, length: int):
+        self.layers = [layer for layer, _ in model.routers()]
+        self.position_s = model.positions_of(batch, range(length))
+        shape = len(self.layers), len(batch.token_BL), length, model.spec.topk
+        self.expert_MBsK = torch.empty(shape, dtype=torch.int32, device=batch.token_BL.device)
+
+    def put(self, layer: int, tokens: range, expert_TK: torch.Tensor) -> None:
+        """Take the experts of a piece of a block."""
+        place = self.expert_MBsK[self.layers.index(layer), :, tokens.start : tokens.stop]
+        place.copy_(expert_TK.view(place.shape))
 
 
 class Routes:

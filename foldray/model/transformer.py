@@ -13,103 +13,20 @@ from typing import cast
 import torch
 from torch import nn
 
-from foldray.blueprint import AttentionSpec, Layout, Maker, Ownership, ParameterSpec
+from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
 from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.kernels.autograd import Later
 from foldray.kernels.transfer import to_device
-from foldray.model.attention import Attention, ContextMode, HeadAttention, LatentAttention, Place
+from foldray.model.attention import ContextMode, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
+from foldray.model.block import Block
 from foldray.model.initial import initial_values, parameters_as
-from foldray.model.layers import FeedForward, MTPModule, Norm, Vocabulary, WeighedFeedForward, scaled
-from foldray.model.linear import LinearAttention
+from foldray.model.layers import Norm, Vocabulary, scaled
 from foldray.model.parts import parts_below
-from foldray.model.states import Memory
 from foldray.moe import Balance, MoeBackend, MoELayer, Router
-from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
-
-
-class Block(nn.Module):
-    """Attention, then a dense feed-forward network (`ffn`) or MoE layer (`moe`), with norms before each, after each, or both.
-
-    A block that predicts a further token begins with `mtp` (`Transformer.enter`).
-
-    If the experts have ranks of their own, `moe` is one half of a layer, and on the ranks of experts there is nothing else.
-    """
-
-    moe: MoELayer | TokenHalf | ExpertHalf
-    ffn: FeedForward
-    mtp: MTPModule
-
-    def __init__(self, ownership: Ownership, layer: int, groups: Groups, backend: MoeBackend, context: ContextMode, later: Later):
-        super().__init__()
-        model, share = ownership.model, ownership.share(layer)
-        if not groups.owns_tokens:
-            self.moe = ExpertHalf(ownership, layer, groups, backend.experts, backend.formats, later)
-            return
-        if share.mtp:
-            self.mtp = MTPModule(model, later)
-        before, after = model.norms != "after", model.norms != "before"
-        self.attention_norm, self.ffn_norm = (Norm(model) if before else None for _ in range(2))
-        self.attention_after, self.ffn_after = (Norm(model) if after else None for _ in range(2))
-        self.attention = _attention_type(share.attention)(share.attention, model, groups, context, later)
-        if share.dense:
-            self.ffn = FeedForward(share.dense, model.hidden, groups.tensor, later, model.residual_scale)
-        if share.moe:
-            inner, network = share.moe.shared, WeighedFeedForward if share.moe.shared_gate else FeedForward
-            shared = network(inner, model.hidden, groups.tensor, later, model.residual_scale) if inner else None
-            if ownership.fold.disjoint:
-                self.moe = TokenHalf(ownership, groups, backend.gate, shared)
-            else:
-                self.moe = MoELayer(ownership, layer, groups, backend, shared, later)
-
-    def forward(
-        self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None, expert_TK: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Balance | None]:
-        """Run the whole block in one autograd graph: [B, s, H] → [B, s, H], and the balance of a MoE block.
-
-        Every schedule must give the same result. `expert_TK` is that of `TokenPiece`.
-        """
-        x_BsH = self.attend(x_BsH, place, memory)
-        if not self.is_moe:
-            return self.feed(x_BsH), None
-        y_BsH, balance = self.moe(_normed(self.ffn_norm, x_BsH), expert_TK)
-        return x_BsH + _normed(self.ffn_after, y_BsH), balance
-
-    def attend(self, x_BsH: torch.Tensor, place: Place, memory: Memory | None = None) -> torch.Tensor:
-        normed_BsH, x_BsH = (x_BsH, x_BsH) if self.attention_norm is None else self.attention_norm.beside(x_BsH)
-        return x_BsH + _normed(self.attention_after, self.attention(normed_BsH, place, memory))
-
-    def project(self, x_BsH: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what stays here of a slice, and what all members need of it (`Attention.project`)."""
-        return self.attention.project(_normed(self.attention_norm, x_BsH), place)
-
-    def attend_projected(self, stayed: torch.Tensor, place: Place, memory: Memory) -> torch.Tensor:
-        """Return what attention of a slice adds to the residual stream (`Attention.attend`)."""
-        return _normed(self.attention_after, self.attention.attend(stayed, place, memory))
-
-    def feed(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        normed_BsH, x_BsH = (x_BsH, x_BsH) if self.ffn_norm is None else self.ffn_norm.beside(x_BsH)
-        return x_BsH + _normed(self.ffn_after, self.ffn(normed_BsH))
-
-    def routed(self, x_BsH: torch.Tensor) -> torch.Tensor:
-        """Return what the router and the experts take."""
-        return _normed(self.ffn_norm, x_BsH)
-
-    @property
-    def is_moe(self) -> bool:
-        return hasattr(self, "moe")
-
-
-def _attention_type(spec: AttentionSpec) -> type[Attention]:
-    if spec.linear:
-        return LinearAttention
-    return LatentAttention if spec.latent else HeadAttention
-
-
-def _normed(norm: Norm | None, x_BsH: torch.Tensor) -> torch.Tensor:
-    return x_BsH if norm is None else norm(x_BsH)
+from foldray.moe.apart import TokenExchange, TokenHalf
 
 
 class Transformer(nn.Module):
@@ -373,12 +290,30 @@ class Transformer(nn.Module):
         `x_BsH` is the output of the last block for these tokens, or of a block of multi-token prediction. The tokens are
         indices in this rank's piece.
         """
-        # The head gathers the tokens of the tensor-parallel ranks, rank by rank.
-        position_S = self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
-        target_BS = batch.target(depth)[:, position_S]
-        language = self._head.loss(self._to_head(x_BsH, depth), target_BS)
+        target_BS = batch.target(depth)[:, self.positions_of_head(batch, tokens)]
+        normed_BsH, weight_BL = self._to_head(x_BsH, depth), batch.weight(depth)
+        if weight_BL is None:
+            language = self._head.loss(normed_BsH, target_BS)
+        else:
+            weight_BS = weight_BL[:, self.positions_of_head(batch, tokens)]
+            language = (self._head.losses(normed_BsH, target_BS) * weight_BS).sum()
         # All tensor-parallel ranks have the same loss. Each differentiates it, and one reports it.
         return language, language.detach().double() * (self.layout.tp_rank == 0)
+
+    def log_probs(self, x_BsH: torch.Tensor, batch: Batch, tokens: range) -> torch.Tensor:
+        """Return the log-probabilities of the targets of `positions_of_head`, zero where they do not count: [B, S].
+
+        The arguments are those of `head_loss`, and all tensor-parallel ranks have the same result.
+        """
+        target_BS = batch.target_BL[:, self.positions_of_head(batch, tokens)]
+        return -self._head.losses(self._to_head(x_BsH), target_BS)
+
+    def positions_of_head(self, batch: Batch, tokens: range) -> torch.Tensor:
+        """Return the positions that the head computes for some tokens of this rank's piece: int64 [S].
+
+        It gathers the tokens of the tensor-parallel ranks, rank by rank.
+        """
+        return self._pieces(batch.token_BL.shape[1])[:, tokens.start : tokens.stop].flatten()
 
     def _to_head(self, x_BsH: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return what the head multiplies. The factor on logits is there, because they are wider."""

@@ -18,7 +18,7 @@ from foldray.errors import UserError
 from foldray.finding import Found, settle
 from foldray.graph import Chunk, Op, StepGraph
 from foldray.kinds import HANDOVER, REDUCE
-from foldray.model import Batch, Losses, Transformer
+from foldray.model import Batch, ChosenExperts, Losses, Transformer
 from foldray.orders import KINDS, OVERLAPS, Ordering, ordered_schedule, position_list
 from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
@@ -41,6 +41,8 @@ class Execution:
         captures: captures ops of training; None if all ops run as they are.
         found: on rank 0, what was found last.
         last: graph of the last training step.
+        keeps_experts: whether training steps keep the experts of their tokens.
+        experts: those of this rank's tokens in the last such step, for each part of a micro-batch.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Execution:
         self.found: Found | None = None
         self.last: StepGraph | None = None
         self.weights: Weights | None = None
+        self.keeps_experts, self.experts = False, list[ChosenExperts]()
         self.reorder(ordering or Ordering())
         self._position, self._stage = groups.position, groups.stage
 
@@ -119,12 +122,28 @@ class Execution:
     def _run(self, parts: Sequence[Batch], captured: bool = True) -> list[Losses]:
         run = _Run(self, parts, training=True, captured=captured)
         self.last, self.weights = run.graph, run.weights
+        self.experts = run.keep_experts() if self.keeps_experts else []
         return run.run()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[Losses]:
         """Run forward only, and return this rank's contributions to the losses of each batch."""
         return _Run(self, batches, training=False).run()
+
+    @torch.no_grad()
+    def log_probs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Run forward only, and return the log-probabilities of each batch's targets, in at least float32: [B, L] for each.
+
+        They are zero where a target does not count, at positions of other context-parallel ranks, and on ranks without the head.
+        Tensor-parallel ranks have the same.
+        """
+        run = _Run(self, batches, training=False)
+        for micro_batch in run.micro_batches:
+            target_BL = micro_batch.batch.target_BL
+            dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+            micro_batch.log_prob_BL = torch.zeros(target_BL.shape, dtype=dtype, device=target_BL.device)
+        run.run()
+        return [micro_batch.log_prob_BL for micro_batch in run.micro_batches if micro_batch.log_prob_BL is not None]
 
     def step(self, batches: Sequence[Batch]) -> tuple[StepGraph, tuple[Op, ...]]:
         """Return the graph of a step of these micro-batches, and this rank's list."""
@@ -212,6 +231,14 @@ class _Run:
             ops_of_batch = ops(model, self.graph, self.gradients.sum_of, training, now)
             self.micro_batches.append(half(model, batch, ops_of_batch, self.weights))
         self.sending = deque[Pending]()  # handovers that may not have left
+
+    def keep_experts(self) -> list[ChosenExperts]:
+        """Have the pass keep the experts of its tokens, and return what keeps them, for each micro-batch."""
+        model, length = self.micro_batches[0].model, self.graph.slicing.length
+        kept = [ChosenExperts(model, micro_batch.batch, length) for micro_batch in self.micro_batches]
+        for micro_batch, experts in zip(self.micro_batches, kept, strict=True):
+            micro_batch.experts = experts
+        return kept
 
     def run(self) -> list[Losses]:
         trace = self.trace

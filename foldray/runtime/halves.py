@@ -22,7 +22,8 @@ from foldray.kinds import COMBINE, COUNTS, DISPATCH
 from foldray.moe import Routing
 from foldray.moe.apart import ExpertHalf, TokenExchange, TokenHalf
 from foldray.moe.once import copy_to_ranks, decode
-from foldray.runtime.micro_batch import MicroBatch, Part
+from foldray.runtime.micro_batch import MicroBatch
+from foldray.runtime.micro_batch_state import Part
 from foldray.runtime.op_graphs import Computed
 
 

@@ -1,4 +1,4 @@
-"""The state and the ops of one micro-batch on this rank, forward and backward.
+"""The ops of one micro-batch on this rank, forward and backward.
 
 Every op that computes builds its own small autograd graph, and its backward differentiates only this graph. Between ops,
 activations lie in token buffers, and rows that travel are in flight. Collectives are outside of autograd. So the schedule is
@@ -8,80 +8,23 @@ hook of another library fires before the step is done.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from foldray.comm import Pending
 from foldray.graph import Op
 from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT, SHARED
-from foldray.model import Batch, Memory, Transformer
-from foldray.moe import Balance, Layer, Received, Routing, Sent, Tally, TokenPiece
+from foldray.model import Batch
+from foldray.moe import Layer, Routing, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
-from foldray.runtime.op_graphs import Computed, ComputesByHand, OpGraphs, TokenBuffer
-from foldray.runtime.weights import Weights
-
-Part = tuple[int, int]
-"""Number of a block, and number of a piece of it (`Op.part`)."""
+from foldray.runtime.micro_batch_state import Aside, Bypass, MicroBatchState, part_of
+from foldray.runtime.op_graphs import Computed, ComputesByHand
 
 
-class _Bypass(NamedTuple):
-    """The data that go from the router of a piece to the sum of its rows, past the experts; in backward, their gradients.
-
-    Args:
-        residual_BsH: the residual stream, with the output of the shared expert once that has run.
-        shared_BsH: that output by itself, if a norm follows the sum of all experts.
-    """
-
-    weight_TK: torch.Tensor
-    residual_BsH: torch.Tensor
-    shared_BsH: torch.Tensor | None = None
-
-
-class _Aside(NamedTuple):
-    """The data of a slice that do not travel with its keys and values; in backward, their gradients."""
-
-    stayed: torch.Tensor
-    residual_BsH: torch.Tensor
-
-
-class MicroBatch:
-    """The state of a micro-batch, or of a part of one, and its ops.
-
-    Args:
-        batch: its whole sequences.
-        weights: weights of tokens and sequences in the step's objective; None if no op goes backward.
-
-    Attributes:
-        flight: rows and counts that travel, or wait to travel, by the op that sends them.
-    """
-
-    def __init__(self, model: Transformer, batch: Batch, graphs: OpGraphs, weights: Weights | None):
-        self.model, self.graph, self.batch, self.graphs, self.weights = model, graphs.graph, batch, graphs, weights
-        self.losses = model.start_losses(batch)
-        self._places = model.places(batch)  # before any op, because the host reads where documents begin
-        self.inputs: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block; those of block i + 1 are block i's output
-        self.states: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: its output for its head
-        self.middles: dict[int, TokenBuffer] = defaultdict(TokenBuffer)  # by block: output of attention
-        self.input_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
-        self.middle_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
-        self.state_gradients: dict[int, TokenBuffer] = defaultdict(TokenBuffer)
-        self.flight: dict[Op, Pending] = {}
-        self._sent: dict[Part, Sent] = {}
-        self._received: dict[Part, Received] = {}
-        self._bypasses: dict[Part, _Bypass] = {}
-        self._asides: dict[Part, _Aside] = {}
-        self._normed: dict[Part, torch.Tensor] = {}  # the input of a shared expert; in backward, its gradient
-        self._tallies: dict[int, Tally] = {}  # by block: sum over the pieces so far
-        self._balances: dict[int, Balance] = {}  # by block, after its last piece
-        self._memories: dict[int, Memory] = {}  # by block
-
-    @property
-    def training(self) -> bool:
-        """Whether ops go backward."""
-        return self.weights is not None
+class MicroBatch(MicroBatchState):
+    """The ops of a micro-batch, or of a part of one, on a rank with both halves of each layer."""
 
     def run(self, op: Op) -> Pending | None:
         """Run an op. An op that communicates returns the data that it has put in flight."""
@@ -92,26 +35,6 @@ class MicroBatch:
         else:
             getattr(self, f"{op.kind}_{'forward' if op.direction == 'F' else 'backward'}")(op)
         return self.flight.get(op)
-
-    # Handovers.
-
-    def leaving(self, op: Op) -> list[torch.Tensor]:
-        """Return the tensors that a handover sends: the input of the later stage's first block, or the gradient of that."""
-        return [self._handed_over(op).take(self._tokens(op))]
-
-    def coming(self, op: Op) -> list[torch.Tensor]:
-        """Return empty tensors for what a handover brings."""
-        like = next(self.model.parameters())
-        return [like.new_empty((len(self.batch.token_BL), len(self._tokens(op)), self.model.spec.hidden))]
-
-    def arriving(self, op: Op, pending: Pending) -> None:
-        """Keep what a handover brings."""
-        self._handed_over(op).put_later(self._tokens(op), pending)
-
-    def _handed_over(self, op: Op) -> TokenBuffer:
-        forward = op.direction == "F"
-        first = self.graph.layers[op.layer + 1 if forward else op.layer][0]
-        return (self.inputs if forward else self.input_gradients)[first]
 
     # Forward.
 
@@ -131,7 +54,7 @@ class MicroBatch:
             return Computed([*block.project(x_BsH, place), x_BsH])
 
         (stayed, shared, x_BsH), _ = self.graphs.compute(op, project, x_BsH, beside=self._entering(op))
-        self._asides[_part(op)] = _Aside(stayed, x_BsH)
+        self._asides[part_of(op)] = Aside(stayed, x_BsH)
         self.flight[op._replace(kind=GATHER)] = Pending([], (shared,))  # until the gather op sends it
 
     def gather_forward(self, op: Op) -> None:
@@ -142,7 +65,7 @@ class MicroBatch:
         block, place, memory = self.model.block(op.layer), self._places[op.part], self._memory(op)
         if self.graph.gathers:
             block.attention.store(self._arrived(op, GATHER), place, memory)
-            stayed, residual_BsH = self._asides.pop(_part(op))
+            stayed, residual_BsH = self._asides.pop(part_of(op))
             (y_BsH,), _ = self.graphs.compute(op, lambda x: Computed([block.attend_projected(x, place, memory)]), stayed)
             z_BsH = residual_BsH + y_BsH
         else:
@@ -162,14 +85,14 @@ class MicroBatch:
         self._pass_on(op, y_BsH)
 
     def route_forward(self, op: Op) -> None:
-        layer, part = self._layer(op), _part(op)
+        layer, part = self._layer(op), part_of(op)
 
         def rows_of(h_TH: torch.Tensor, routing: Routing) -> Computed:
             rows, sent = layer.dispatch_preprocess(h_TH, routing)
             return Computed([*rows, routing.weight_TK], sent)
 
         (*rows, weight_TK), sent, residual_BsH = self._route(op, layer, rows_of)
-        self._sent[part], self._bypasses[part] = sent, _Bypass(weight_TK, residual_BsH)
+        self._sent[part], self._bypasses[part] = sent, Bypass(weight_TK, residual_BsH)
         self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)  # until the dispatch op sends them
         if not self.graph.ragged:
             self._received[part] = layer.exchange.equal_counts(sent)
@@ -177,19 +100,19 @@ class MicroBatch:
     def shared_forward(self, op: Op) -> None:
         shared = self._layer(op).shared
         assert shared is not None
-        (y_BsH,), _ = self.graphs.compute(op, lambda h: Computed([shared(h)]), self._normed.pop(_part(op)))
+        (y_BsH,), _ = self.graphs.compute(op, lambda h: Computed([shared(h)]), self._normed.pop(part_of(op)))
         self._add_past(op, y_BsH)
 
     def counts_forward(self, op: Op) -> None:
-        received = self._layer(op).exchange.start_counts(self._sent[_part(op)])
-        self._received[_part(op)], self.flight[op] = received, received.coming
+        received = self._layer(op).exchange.start_counts(self._sent[part_of(op)])
+        self._received[part_of(op)], self.flight[op] = received, received.coming
 
     def dispatch_forward(self, op: Op) -> None:
         self.flight.pop(op._replace(kind=COUNTS), None)
         self._start_out(op)
 
     def expert_forward(self, op: Op) -> None:
-        layer, received = self._layer(op), self._received[_part(op)]
+        layer, received = self._layer(op), self._received[part_of(op)]
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         by_hand, plain = layer.experts_by_hand(received), lambda *rows: Computed([layer.run_experts(rows, received)])
         (y_NH,), _ = self.graphs.compute(op, ComputesByHand(by_hand) if by_hand else plain, *rows)
@@ -199,7 +122,7 @@ class MicroBatch:
         self._start_back(op)
 
     def merge_forward(self, op: Op) -> None:
-        layer, part = self._layer(op), _part(op)
+        layer, part = self._layer(op), part_of(op)
         sent, (weight_TK, residual_BsH, shared_BsH) = self._sent[part], self._bypasses.pop(part)
         # The weights are a leaf of this graph. `route_backward` passes their gradient on to the router. If the weights have
         # travelled with the rows, the layer does not need them here, and this gradient is zero.
@@ -219,13 +142,21 @@ class MicroBatch:
             del self._sent[part], self._received[part]
 
     def head_forward(self, op: Op) -> None:
-        depth = self.graph.heads.index(op.layer)
+        depth, tokens = self.graph.heads.index(op.layer), self._tokens(op)
+        x_BsH = self.states[op.layer].take(tokens)
+        if self.log_prob_BL is not None:
+            position_S = self.model.positions_of_head(self.batch, tokens)
+            self.log_prob_BL[:, position_S] = self.model.log_probs(x_BsH, self.batch, tokens).to(self.log_prob_BL)
+            return
+        weight = [] if self.batch.weight_BL is None else [self.batch.weight_BL]
 
         def head(x_BsH: torch.Tensor, *given: torch.Tensor) -> Computed:
-            language, reported = self.model.head_loss(x_BsH, Batch(*given), self._tokens(op), depth)
+            batch = Batch(*given[: len(given) - len(weight)])
+            batch = batch._replace(weight_BL=given[-1]) if weight else batch
+            language, reported = self.model.head_loss(x_BsH, batch, tokens, depth)
             return Computed([language], reported)
 
-        _, reported = self.graphs.compute(op, head, self.states[op.layer].take(self._tokens(op)), beside=self._given)
+        _, reported = self.graphs.compute(op, head, x_BsH, beside=[*self._given, *weight])
         self.losses = self.model.with_loss(self.losses, depth, reported)
 
     # Backward.
@@ -240,7 +171,7 @@ class MicroBatch:
         followed = self.model.block(op.layer).ffn_after is not None
         gradient = residual_BsH if followed else residual_BsH.flatten(0, 1)
         rows_NH, weight_TK, *shared_BsH = self.graphs.differentiate(op, [gradient])
-        self._bypasses[_part(op)] = _Bypass(weight_TK, residual_BsH, *shared_BsH)
+        self._bypasses[part_of(op)] = Bypass(weight_TK, residual_BsH, *shared_BsH)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (rows_NH,))
 
     def combine_backward(self, op: Op) -> None:
@@ -251,14 +182,14 @@ class MicroBatch:
         self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)
 
     def dispatch_backward(self, op: Op) -> None:
-        self._start_back(op, self._sent[_part(op)].room)
-        del self._sent[_part(op)], self._received[_part(op)]
+        self._start_back(op, self._sent[part_of(op)].room)
+        del self._sent[part_of(op)], self._received[part_of(op)]
 
     def shared_backward(self, op: Op) -> None:
-        (self._normed[_part(op)],) = self.graphs.differentiate(op, [self._past_gradient(op)])
+        (self._normed[part_of(op)],) = self.graphs.differentiate(op, [self._past_gradient(op)])
 
     def route_backward(self, op: Op) -> None:
-        weight_TK, residual_BsH, _ = self._bypasses.pop(_part(op))
+        weight_TK, residual_BsH, _ = self._bypasses.pop(part_of(op))
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         self._route_back(op, [*rows, weight_TK], residual_BsH)
 
@@ -270,7 +201,7 @@ class MicroBatch:
         residual_BsH = self.middle_gradients[op.layer].take(self._tokens(op))
         (gradient,) = self.graphs.differentiate(op, [residual_BsH])
         if self.graph.gathers:
-            self._asides[_part(op)] = _Aside(gradient, residual_BsH)
+            self._asides[part_of(op)] = Aside(gradient, residual_BsH)
         else:
             self.input_gradients[op.layer].put(self._tokens(op), gradient)
 
@@ -279,7 +210,7 @@ class MicroBatch:
         self.flight[op] = attention.start_scatter(self._places[op.part], self._memory(op))
 
     def project_backward(self, op: Op) -> None:
-        stayed, residual_BsH = self._asides.pop(_part(op))
+        stayed, residual_BsH = self._asides.pop(part_of(op))
         shared = self.model.block(op.layer).attention.summed(self._arrived(op, GATHER)).to(stayed.dtype)
         (gradient,) = self.graphs.differentiate(op, [stayed, shared, residual_BsH])
         self.input_gradients[op.layer].put(self._tokens(op), gradient)
@@ -288,26 +219,6 @@ class MicroBatch:
         self.graphs.differentiate(op, [self.input_gradients[op.layer].take(self._tokens(op))])
 
     # Shared by the ops.
-
-    def _pass_on(self, op: Op, y_BsH: torch.Tensor) -> None:
-        """Keep a piece of a block's output for those that take it: the head, the next block, or both."""
-        heads, tokens = self.graph.heads, self._tokens(op)
-        if op.layer in heads:
-            self.states[op.layer].put(tokens, y_BsH)
-        if op.layer != heads[-1]:
-            self.inputs[op.layer + 1].put(tokens, y_BsH)
-
-    def _output_gradient(self, op: Op) -> torch.Tensor:
-        """Return the gradient of a piece of a block's output, from all that have taken it."""
-        heads, tokens = self.graph.heads, self._tokens(op)
-        gradients = [self.state_gradients[op.layer].take(tokens)] if op.layer in heads else []
-        gradients += [self.input_gradients[op.layer + 1].take(tokens)] if op.layer != heads[-1] else []
-        return gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
-
-    def finish(self) -> None:
-        """Wait until all that this rank has sent for the micro-batch has left."""
-        while self.flight:
-            self.flight.popitem()[1].wait()
 
     def _route(
         self, op: Op, layer: Layer | TokenHalf, rows_of: Callable[[torch.Tensor, Routing], Computed]
@@ -335,15 +246,18 @@ class MicroBatch:
             tally = routing.tally.detach()
             return Computed(
                 [routing.tally.score_BE, routing.tally.z, *leaving, *shared],
-                (kept, tally if earlier is None else earlier + tally, routing.replaced),
+                (kept, tally if earlier is None else earlier + tally, routing.expert_TK, routing.replaced),
             )
 
         sums = () if before is None else before.tensors
-        (_, _, *leaving), (kept, tally, replaced) = self.graphs.compute(op, route, z_BsH, beside=[*given, *sums])
+        (_, _, *leaving), aside = self.graphs.compute(op, route, z_BsH, beside=[*given, *sums])
+        kept, tally, chosen_TK, replaced = aside
         if replaced is not None:
             self.losses = self.losses.plus(replaced=replaced)
+        if self.experts is not None:
+            self.experts.put(op.layer, self._tokens(op), chosen_TK)
         if self.graph.has(SHARED, op.layer):
-            self._normed[_part(op)] = leaving.pop()
+            self._normed[part_of(op)] = leaving.pop()
         if op.part < self.graph.slicing.degree - 1:
             self._tallies[op.layer] = tally
         else:
@@ -357,64 +271,37 @@ class MicroBatch:
         (slope_BE, slope), share = self._balances[op.layer].slopes(), self.weights.sequence
         router = self.model.spec.router
         losses = slope_BE * (share * router.balance_loss), share * (slope * router.z_loss)
-        shared = [self._normed.pop(_part(op))] if self.graph.has(SHARED, op.layer) else []
+        shared = [self._normed.pop(part_of(op))] if self.graph.has(SHARED, op.layer) else []
         (gradient,) = self.graphs.differentiate(op, [*losses, *left, *shared])
         self.middle_gradients[op.layer].put(self._tokens(op), gradient + residual_BsH)
 
     def _add_past(self, op: Op, y_BsH: torch.Tensor) -> None:
         """Add the output of the shared expert to the residual stream that goes past the experts."""
-        bypass = self._bypasses[_part(op)]
+        bypass = self._bypasses[part_of(op)]
         followed = self.model.block(op.layer).ffn_after is not None
         change = {"shared_BsH": y_BsH} if followed else {"residual_BsH": bypass.residual_BsH + y_BsH}
-        self._bypasses[_part(op)] = bypass._replace(**change)
+        self._bypasses[part_of(op)] = bypass._replace(**change)
 
     def _past_gradient(self, op: Op) -> torch.Tensor:
         """Return the gradient of the shared expert's output. What goes past the experts stays for the router."""
-        bypass = self._bypasses[_part(op)]
+        bypass = self._bypasses[part_of(op)]
         return bypass.residual_BsH if bypass.shared_BsH is None else bypass.shared_BsH
-
-    @property
-    def _given(self) -> list[torch.Tensor]:
-        """What ops get that read the batch: the arguments of `Batch`."""
-        return [tensor for tensor in self.batch[:3] if tensor is not None]
-
-    def _entering(self, op: Op) -> list[torch.Tensor]:
-        """Return what an op reads of the batch that takes the input of a block (`Transformer.enter`)."""
-        return [self.batch.token_BL] if self.graph.blocks[op.layer].mtp else []
-
-    def _memory(self, op: Op) -> Memory:
-        """Return what attention of the op's block keeps of the slices so far."""
-        if op.layer not in self._memories:
-            self._memories[op.layer] = self.model.block(op.layer).attention.memory(forgets=not self.training)
-        return self._memories[op.layer]
-
-    def _tokens(self, op: Op) -> range:
-        return self.graph.tokens(op)
 
     def _layer(self, op: Op) -> Layer:
         return cast(Layer, self.model.block(op.layer).moe)  # `halves.py` has the ops of ranks with one half of a layer
 
     def _start_out(self, op: Op) -> None:
         """Start to send the rows that wait for this op to the owners of experts."""
-        rows, sent, received = self.flight.pop(op).wait(), self._sent[_part(op)], self._received[_part(op)]
+        rows, sent, received = self.flight.pop(op).wait(), self._sent[part_of(op)], self._received[part_of(op)]
         self.flight[op] = self._layer(op).exchange.start_out(rows, sent, received)
 
     def _start_back(self, op: Op, room: int | None = None) -> None:
         """Start to send the rows that wait for this op to the owners of tokens (`Exchange.start_back`)."""
-        rows, sent, received = self.flight.pop(op).wait(), self._sent[_part(op)], self._received[_part(op)]
+        rows, sent, received = self.flight.pop(op).wait(), self._sent[part_of(op)], self._received[part_of(op)]
         self.flight[op] = self._layer(op).exchange.start_back(rows, sent, received, room)
 
-    def _arrived(self, op: Op, kind: str) -> torch.Tensor:
-        """Wait for the op of this kind for the same piece, and return the one tensor that it has brought."""
-        (tensor,) = self.flight.pop(op._replace(kind=kind)).wait()
-        return tensor
-
     def _run_again(self, op: Op) -> None:
-        inputs = [self._asides.pop(_part(op)).stayed] if op.kind == ATTENTION and self.graph.gathers else []
+        inputs = [self._asides.pop(part_of(op)).stayed] if op.kind == ATTENTION and self.graph.gathers else []
         results, _ = self.graphs.compute_again(op, *inputs)
         if op.kind == PROJECT:  # the keys and values are still stored
-            self._asides[_part(op)] = _Aside(results[0], results[2])
-
-
-def _part(op: Op) -> Part:
-    return op.layer, op.part
+            self._asides[part_of(op)] = Aside(results[0], results[2])

@@ -63,11 +63,18 @@ def make_recipe(workers: int, fold: dict[str, Any] | int = 1, **sections: Any) -
 
 
 def train(
-    rank: int, recipe: Recipe, steps: int = 1, documents: bool = False, masked: bool = False, replayed: bool = False
+    rank: int,
+    recipe: Recipe,
+    steps: int = 1,
+    documents: bool = False,
+    masked: bool = False,
+    replayed: bool = False,
+    weighted: bool = False,
 ) -> dict[str, Any]:
     """Train and return the weights after the last step, and the losses and norms. The text is random (`batches`)."""
+    options = {"documents": documents, "masked": masked, "replayed": replayed, "weighted": weighted}
     with engine_on(recipe, rank) as (engine, groups):
-        return go_by_times(engine, groups, recipe, steps, documents=documents, masked=masked, replayed=replayed)
+        return go_by_times(engine, groups, recipe, steps, **options)
 
 
 def engine_of(recipe: Recipe, groups: Groups) -> Engine:
@@ -120,7 +127,13 @@ def own_batches(recipe: Recipe, groups: Groups, step: int, **options: bool) -> l
 
 
 def batches(
-    recipe: Recipe, dp_rank: int, step: int, documents: bool = False, masked: bool = False, replayed: bool = False
+    recipe: Recipe,
+    dp_rank: int,
+    step: int,
+    documents: bool = False,
+    masked: bool = False,
+    replayed: bool = False,
+    weighted: bool = False,
 ) -> list[Batch]:
     """Return a step's micro-batches of random text for a data-parallel place. Every global sample has its own text.
 
@@ -128,6 +141,7 @@ def batches(
         documents: attention stops at document boundaries.
         masked: some targets do not count: different ones in each sequence, and in one sequence all of them.
         replayed: the batches bring random experts (`some_experts`).
+        weighted: the losses of tokens have random factors, also negative ones.
     """
     dp, size, length = recipe.placed_fold.dp, recipe.training.micro_batch, recipe.data.seq_len
     tokens = sample(step, recipe.training.global_batch, length + 1, recipe.model.vocab)
@@ -136,11 +150,13 @@ def batches(
     for number, target_L in enumerate(targets if masked else ()):
         target_L[torch.randperm(length, generator=torch.Generator().manual_seed(number))[: 2 * number + 2]] = IGNORED
     experts = some_experts(recipe, step) if replayed else None
+    factors = torch.randn(targets.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64) if weighted else None
     found = []
     for m in range(recipe.accumulation):
         mine = slice((m * dp + dp_rank) * size, (m * dp + dp_rank + 1) * size)
         given = None if experts is None else experts[:, mine]
-        found.append(Batch(tokens[mine, :-1], targets[mine], None if segments is None else segments[mine], given))
+        weights = None if factors is None else factors[mine]
+        found.append(Batch(tokens[mine, :-1], targets[mine], None if segments is None else segments[mine], given, weights))
     return found
 
 

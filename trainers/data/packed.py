@@ -239,9 +239,14 @@ class Batches:
         m of the step, and data-parallel place r. If the places do not share B evenly, the last micro-batch has fewer
         sequences on some places, or none.
         """
-        first = (accumulation_index * dp + dp_rank) * micro_batch
-        start, stop = (step * global_batch + min(place, global_batch) for place in (first, first + micro_batch))
-        return self._order(start, stop)
+        places = places_in_step(accumulation_index, dp_rank, dp, micro_batch, global_batch)
+        return self._order(step * global_batch + places.start, step * global_batch + places.stop)
+
+
+def places_in_step(accumulation_index: int, dp_rank: int, dp: int, micro_batch: int, global_batch: int) -> range:
+    """Return the places of a micro-batch's sequences in the global batch of its step."""
+    first = (accumulation_index * dp + dp_rank) * micro_batch
+    return range(min(first, global_batch), min(first + micro_batch, global_batch))
 
 
 class _SplitMeta(Checked):

@@ -65,7 +65,7 @@ def check_resumable(begin: Beginning, stored: Stored, recipe: Recipe, data: Pack
     if not anew:
         _check_order(begin, stored, recipe, before)
     check_model(begin, stored, recipe)
-    _check_optimizer(begin, stored, recipe)
+    check_optimizer(begin, stored, recipe)
     last = recipe.training.stop_after or recipe.training.steps
     if begin.field == "from" and not anew and stored.progress.step >= last:
         field = "stop_after" if recipe.training.stop_after else "steps"
@@ -160,7 +160,8 @@ def _check_order(begin: Beginning, stored: Stored, recipe: Recipe, before: Mappi
             raise UserError(f"training.{key}", now, f"{begin.named} takes its text in another order; keep its value", [earlier])
 
 
-def _check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
+def check_optimizer(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
+    """Raise a UserError if a checkpoint lacks the state of a recipe's optimizer."""
     tensors, rows = stored.contents.tensors, parameter_table(recipe.model)
     wanted = {f"optimizer/{row.name}/{key}" for row in rows if row.trained for key in state_keys(recipe.optimizer, row)}
     if not wanted <= tensors.keys():

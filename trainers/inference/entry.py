@@ -14,7 +14,8 @@ from rich.table import Table
 
 from foldray.errors import UserError
 from foldray.files import read_text
-from trainers.inference.model import Model, check_count
+from trainers.inference.given import check_count
+from trainers.inference.model import Model
 from trainers.inference.sampling import Sampling
 from trainers.inference.scoring import Score
 from trainers.inference.trained import Trained

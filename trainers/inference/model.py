@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from ray.train import Checkpoint
 
-from foldray.blueprint import ModelSpec, Ownership
+from foldray.blueprint import ModelSpec, Ownership, parameter_table
 from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.fold import Fold
@@ -20,12 +19,12 @@ from foldray.model import Batch, Cache, Routes, Transformer
 from foldray.model.routes import checked_experts
 from foldray.moe import MoeBackend
 from foldray.recipe import Recipe
-from foldray.recipe.bounds import LONGEST
 from foldray.runtime import State, frozen_shards
 from trainers.data.chat import Chat
 from trainers.data.conversations import messages_of
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
 from trainers.hugging_face.weights import Weights
+from trainers.inference.given import Tokens, check_count, checked_ids, utf8
 from trainers.inference.sampling import Sampler, Sampling
 from trainers.inference.scoring import Score, windows
 from trainers.inference.stream import TextStream
@@ -113,6 +112,29 @@ class Model:
             fill(stored, _state(transformer))
         return cls(recipe, transformer, trained.name, trained.step)
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight by foldray's name. It is the model's own tensor."""
+        return ((key.removeprefix("model/"), tensor) for key, tensor in _state(self.transformer).items())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take all weights by foldray's names, such as those of a `FoldedModel`. They are rounded to the precision of this model.
+
+        Raises:
+            UserError: there is no such weight, it has another shape, or some are missing. Those before it are taken.
+        """
+        own, unused = dict(self.weights()), {row.name for row in parameter_table(self.recipe.model)}
+        missing = {*own}
+        unused -= missing  # blocks that predict further tokens in training
+        for name, tensor in weights:
+            if name in unused:
+                continue
+            if name not in own or tensor.shape != own[name].shape:
+                raise UserError("weights", name, f"with the shape {list(tensor.shape)} is no weight of this model")
+            own[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise UserError("weights", min(missing), "is missing")
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the recipe.
@@ -128,7 +150,7 @@ class Model:
         return tokenizer
 
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def logits(self, tokens: Tokens) -> torch.Tensor:
         """Return the logits of the next token at every position: [B, L] → [B, L, V], or [L] → [L, V].
 
         Args:
@@ -142,9 +164,7 @@ class Model:
         return logits.view(*ids.shape, -1)
 
     @torch.no_grad()
-    def log_probs(
-        self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], experts: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def log_probs(self, tokens: Tokens, experts: torch.Tensor | None = None) -> torch.Tensor:
         """Return the log-probability of every token but the first, given those before it: [B, L] → [B, L − 1], or [L] → [L − 1].
 
         Args:
@@ -174,7 +194,7 @@ class Model:
         return torch.cat(found, dim=1).view(*ids.shape[:-1], -1)
 
     @torch.no_grad()
-    def routes(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def routes(self, tokens: Tokens) -> torch.Tensor:
         """Return the experts that the routers choose: [B, L] → int16 [M, B, L, K], or [L] → [M, L, K].
 
         M are the blocks with experts, K the experts of a token, the best first.
@@ -188,8 +208,8 @@ class Model:
             self.transformer.hidden(Batch(token_BL, token_BL))
         return routes.experts(len(token_BL)).view(len(self.recipe.model.moe_layers), *ids.shape, -1)
 
-    def _sequences(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        ids = self._ids(tokens)
+    def _sequences(self, tokens: Tokens) -> torch.Tensor:
+        ids = self._ids(tokens, "tokens")
         if ids.dim() not in (1, 2):
             raise UserError("tokens", list(ids.shape), "must be one sequence [L] or several of the same length [B, L]")
         self._check_positions("tokens", ids.shape[-1])
@@ -305,7 +325,7 @@ class Model:
         length = self.recipe.data.seq_len if seq_len is None else seq_len
         check_count("seq_len", length)
         self._check_positions("seq_len", length)
-        ids = self.tokenizer.encode(_utf8("text", text))
+        ids = self.tokenizer.encode(utf8("text", text))
         if not len(ids):
             raise UserError("text", text, "has no tokens, so there is nothing to predict")
         length, nats, done = min(length, len(ids)), 0.0, 0
@@ -370,11 +390,15 @@ class Model:
 
     def _prompt(self, prompt: str | Sequence[int] | torch.Tensor) -> torch.Tensor:
         if isinstance(prompt, str):
-            return self._ids([self.tokenizer.separator, *self.tokenizer.encode(_utf8("prompt", prompt)).tolist()])
+            text = self.tokenizer.encode(utf8("prompt", prompt)).tolist()
+            return self._ids([self.tokenizer.separator, *text], "tokens")
         ids = self._ids(prompt, "prompt")
         if ids.dim() != 1:
             raise UserError("prompt", list(ids.shape), "must be a text, or the ids of one sequence [L]")
         return ids
+
+    def _ids(self, tokens: Tokens, field: str) -> torch.Tensor:
+        return checked_ids(tokens, self.recipe.model.vocab, field).to(self.device)
 
     def _check_room(self, length: int, tokens: int) -> None:
         """Refuse a continuation that would be too long. No token attends to the last one, so it needs no position."""
@@ -385,23 +409,6 @@ class Model:
             rule = f"is too many behind a prompt of {length}: the model has learned {spec.max_positions} positions"
             raise UserError("tokens", tokens, rule, [f"1…{room}"] if room > 0 else None)
 
-    def _ids(self, tokens: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], field: str = "tokens") -> torch.Tensor:
-        vocab = self.recipe.model.vocab
-        try:  # by way of NumPy, because a tokenizer's ids are uint16 or uint32, which torch does not mix with others
-            ids = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(np.asarray(tokens))
-        except (TypeError, ValueError):
-            rule = "must be ids of one sequence, or of several of the same length"
-            raise UserError(field, type(tokens).__name__, rule) from None
-        if not ids.numel():
-            raise UserError(field, "nothing", "must have at least one token")
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise UserError(field, str(ids.dtype), "must be whole numbers, the ids of tokens")
-        ids = ids.to(self.device, torch.int64)
-        low, high = (int(end) for end in ids.aminmax())
-        if low < 0 or high >= vocab:
-            raise UserError(field, low if low < 0 else high, "is not in the vocabulary", [f"0…{vocab - 1}"])
-        return ids
-
 
 def dropless(model: ModelSpec) -> ModelSpec:
     """Return the same model, whose experts take every token, without the blocks that predict further tokens in training."""
@@ -409,21 +416,7 @@ def dropless(model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"router": router, "mtp_depth": 0})
 
 
-def check_count(field: str, count: int) -> None:
-    """Raise a UserError for a number of tokens outside 1 … `LONGEST`. A longer sequence would exhaust the machine."""
-    if not 1 <= count <= LONGEST:
-        raise UserError(field, count, f"must be at least 1, and at most {LONGEST}")
-
-
 def _state(model: Transformer) -> State:
     """Return views of all weights that training changes, and of router biases, by their names in a checkpoint."""
     parts = ((name, parameter[index]) for local, parameter in model.trained() for name, index in model.global_parts[local])
     return {f"model/{name}": tensor.detach() for name, tensor in (*parts, *model.biases().items())}
-
-
-def _utf8(field: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(field, text, f"is not UTF-8 text ({error.reason})") from None
-    return text
