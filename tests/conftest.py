@@ -25,10 +25,12 @@ _WITH_RAY = (
     *(f"tests/trainers/faults/test_{name}" for name in ("guardian", "pulse", "stopping")),
     *(f"tests/trainers/measure/test_{name}" for name in ("bench", "calibrate", "verify")),
     *(f"tests/trainers/driver/test_{name}" for name in (
-        "apart_training", "bad_input", "fine_tuning", "lora", "mixture", "python", "recipes", "s3", "safe_defaults", "secrets",
-        "train",
+        "apart_training", "bad_input", "fine_tuning", "lora", "mixture", "python", "recipes", "routes", "s3", "safe_defaults",
+        "secrets", "train",
     )),
-    *(f"tests/trainers/{name}" for name in ("sinks/test_prometheus", "telemetry/test_records", "worker/test_online")),
+    *(f"tests/trainers/{name}" for name in (
+        "inference/test_folded", "sinks/test_prometheus", "telemetry/test_records", "worker/test_online",
+    )),
     "tests/tuners/test_entry_killed", "tests/tuners/test_study", "tests/lab",
 )  # fmt: skip
 

@@ -16,5 +16,12 @@ from foldray.blueprint.parameters import (
 )
 from foldray.blueprint.presets import PRESETS
 from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
-from foldray.blueprint.skew import expert_shares, overload, rank_shares, ranks_of_a_token, visits_of_a_token
+from foldray.blueprint.skew import (
+    expert_shares,
+    overload,
+    pattern_shares,
+    rank_shares,
+    ranks_of_a_token,
+    visits_of_a_token,
+)
 from foldray.blueprint.stages import Stage, even_sizes, make_stages, stage_positions

@@ -37,6 +37,7 @@ from foldray.blueprint.sections import (
     Strict,
     Width,
     WidthOrZero,
+    check_router,
 )
 from foldray.errors import UserError, nearest
 from foldray.fold import divisors
@@ -237,26 +238,7 @@ class ModelSpec(Strict):
             raise UserError("model.topk", self.topk, f"must be at most experts={self.experts}")
         if self.dense_first > self.layers:
             raise UserError("model.dense_first", self.dense_first, f"must be at most layers={self.layers}")
-        router = self.router
-        if self.experts % router.groups:
-            raise UserError("model.router.groups", router.groups, f"must divide experts={self.experts}", divisors(self.experts))
-        if router.topk_groups > router.groups or self.topk > router.topk_groups * (self.experts // router.groups):
-            rule = f"must be at most groups={router.groups}, and have at least topk={self.topk} experts together"
-            raise UserError("model.router.topk_groups", router.topk_groups, rule)
-        if router.groups > 1 and router.score == "softmax" and router.softmax == "after_topk":
-            raise UserError("model.router.groups", router.groups, "needs score=sigmoid or softmax=before_topk", [1])
-        if router.score == "sigmoid" and router.softmax != "after_topk":
-            raise UserError("model.router.softmax", router.softmax, "has no meaning with score=sigmoid", ["after_topk"])
-        if router.selection_bias and router.score == "softmax" and router.softmax == "after_topk":
-            raise UserError("model.router.selection_bias", True, "needs score=sigmoid or softmax=before_topk", [False])
-        if router.bias_rate and router.score != "sigmoid" and not router.selection_bias:
-            raise UserError("model.router.bias_rate", router.bias_rate, "needs score=sigmoid or selection_bias=true", [0])
-        if router.normalize and router.score == "softmax" and router.softmax == "after_topk":
-            raise UserError("model.router.normalize", True, "a softmax after top-k sums to one already", [False])
-        if router.drop_scope == "sequence" and router.capacity_factor is None:
-            raise UserError("model.router.drop_scope", router.drop_scope, "needs a capacity_factor", ["sub_sequence"])
-        if router.pad and router.capacity_factor is None:
-            raise UserError("model.router.pad", True, "needs a capacity_factor to pad to", [False])
+        check_router(self.router, self.experts, self.topk)
         return self
 
     def _check_latent(self) -> None:

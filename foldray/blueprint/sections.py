@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from foldray.blueprint.block import RopeKind, ScalingSpec
 from foldray.errors import UserError
+from foldray.fold import divisors
 
 # These bounds are far above any model that can be trained. Checks loop over some of the sizes, so the sizes need bounds.
 MOST_LAYERS, MOST_EXPERTS, WIDEST, LARGEST, MOST_DEPTH = 2**12, 2**14, 2**20, 2**24, 16
@@ -198,3 +199,36 @@ class RouterSpec(Strict):
     """Choose the experts of each token by a pattern instead of by their scores, to measure an
     uneven routing. The share of expert e (from 0) is proportional to (e + 1)^−skew (Zipf's law),
     but no more than all tokens. 0 is even. `foldray train` needs null."""
+    shares: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    """The same with any shares: the share of all tokens for each expert, which sum to `topk`, such as
+    recorded ones (`--routes`). It cannot be combined with `skew`."""
+
+
+def check_router(router: RouterSpec, experts: int, topk: int) -> None:
+    """Raise a UserError for a router that cannot be, or cannot choose among so many experts."""
+    if experts % router.groups:
+        raise UserError("model.router.groups", router.groups, f"must divide experts={experts}", divisors(experts))
+    if router.topk_groups > router.groups or topk > router.topk_groups * (experts // router.groups):
+        rule = f"must be at most groups={router.groups}, and have at least topk={topk} experts together"
+        raise UserError("model.router.topk_groups", router.topk_groups, rule)
+    if router.groups > 1 and router.score == "softmax" and router.softmax == "after_topk":
+        raise UserError("model.router.groups", router.groups, "needs score=sigmoid or softmax=before_topk", [1])
+    if router.score == "sigmoid" and router.softmax != "after_topk":
+        raise UserError("model.router.softmax", router.softmax, "has no meaning with score=sigmoid", ["after_topk"])
+    if router.selection_bias and router.score == "softmax" and router.softmax == "after_topk":
+        raise UserError("model.router.selection_bias", True, "needs score=sigmoid or softmax=before_topk", [False])
+    if router.bias_rate and router.score != "sigmoid" and not router.selection_bias:
+        raise UserError("model.router.bias_rate", router.bias_rate, "needs score=sigmoid or selection_bias=true", [0])
+    if router.normalize and router.score == "softmax" and router.softmax == "after_topk":
+        raise UserError("model.router.normalize", True, "a softmax after top-k sums to one already", [False])
+    if router.drop_scope == "sequence" and router.capacity_factor is None:
+        raise UserError("model.router.drop_scope", router.drop_scope, "needs a capacity_factor", ["sub_sequence"])
+    if router.pad and router.capacity_factor is None:
+        raise UserError("model.router.pad", True, "needs a capacity_factor to pad to", [False])
+    if router.shares is not None:
+        if router.skew is not None:
+            raise UserError("model.router.skew", router.skew, "cannot be combined with shares", ["null"])
+        if len(router.shares) != experts or not math.isclose(sum(router.shares), topk, rel_tol=1e-6):
+            rule = f"must have a share for each of {experts} experts, and sum to topk={topk}"
+            what = f"{len(router.shares)} shares with the sum {sum(router.shares):g}"
+            raise UserError("model.router.shares", what, rule)

@@ -114,7 +114,9 @@ def _add_measuring(commands: Any) -> None:
         help="instead of schedules, measure the recipe's own one under uneven routing: expert e gets tokens as (e + 1)^-S; "
         "repeat the option to compare several",
     )  # fmt: skip
-    command.add_argument("--picture", type=Path, metavar="FILE.png", help="with --skew: also draw the step over the overload")
+    _add_routes(command)
+    meaning = "with --skew or --routes: also draw the step over the overload"
+    command.add_argument("--picture", type=Path, metavar="FILE.png", help=meaning)
 
     command = _add(commands, "timeline", "Draw one training step, measured and simulated: what computes, what travels.")
     _add_recipe(command, joins=True)
@@ -310,6 +312,12 @@ def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
 def _add_skew(command: argparse.ArgumentParser) -> None:
     meaning = "uneven routing: expert e (from 0) gets tokens as (e + 1)^-S (model.router.skew)"
     command.add_argument("--skew", type=float, metavar="S", help=meaning)
+    _add_routes(command)
+
+
+def _add_routes(command: argparse.ArgumentParser) -> None:
+    meaning = "uneven routing as a run has recorded it (routes.record): in the step and the block with the median overload"
+    command.add_argument("--routes", metavar="RUN", help=meaning)
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:

@@ -17,9 +17,21 @@ MOST_RANKS = 2**17  # limit of `explain` and `plan`: tables of more ranks take m
 
 def recipe_of(given: argparse.Namespace) -> Recipe:
     """Return the recipe that the arguments name, with its changes."""
-    changes = {"cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None)}
+    changes = {
+        "cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None),
+        "model.router.shares": shares_of(given),
+    }  # fmt: skip
     changed = [f"{key}={value}" for key, value in changes.items() if value is not None]
     return Recipe.load(given.recipe, [*given.overrides, *changed])
+
+
+def shares_of(given: argparse.Namespace) -> list[float] | None:
+    """Return the shares of experts by the routes that a command names (`--routes`); None without."""
+    if getattr(given, "routes", None) is None:
+        return None
+    from trainers.routes.recorded import Recorded
+
+    return list(Recorded(given.routes, "routes").typical_shares())
 
 
 def check_range(given: argparse.Namespace, **most: int) -> None:

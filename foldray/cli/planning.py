@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foldray.cli.arguments import AXES
-from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say_either
+from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say_either, shares_of
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
 
@@ -113,7 +113,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
     if given.skew is not None and not 0 <= given.skew <= 16:  # also for NaN
         raise UserError("skew", given.skew, "must be a number from 0 to 16")
-    named = {"preset": given.model, **({} if given.skew is None else {"router": {"skew": given.skew}})}
+    router = {"skew": given.skew, "shares": shares_of(given)}
+    named = {"preset": given.model, "router": {key: value for key, value in router.items() if value is not None}}
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
     settings = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *settings)

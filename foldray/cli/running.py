@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from foldray.cli import completion
-from foldray.cli.output import recipe_of, say, say_either, say_json, say_nothing_more
+from foldray.cli.output import recipe_of, say, say_either, say_json, say_nothing_more, shares_of
 from foldray.errors import MissingPackage, UserError
 from foldray.files import write_picture
 from foldray.recipe import shipped
@@ -41,20 +41,21 @@ def verify(given: argparse.Namespace) -> int:
 
 
 def bench(given: argparse.Namespace) -> int:
-    recipe = recipe_of(given)
-    if given.picture and not given.skews:
-        raise UserError("picture", given.picture, "needs --skew")
-    if not given.skews:
+    shares, given.routes = shares_of(given), None
+    recipe, uneven = recipe_of(given), "routes" if shares else "skew"
+    if given.picture and not (given.skews or shares):
+        raise UserError("picture", given.picture, "needs --skew or --routes")
+    if not (given.skews or shares):
         from trainers.measure.bench import bench as run
 
         return run(recipe, given.schedules, given.rounds, given.lengths, as_json=given.json)
     if given.lengths:
-        raise UserError("skew", given.skews[0], "is measured with the recipe's own length; leave out --length")
+        raise UserError("length", given.lengths[0], f"is that of the recipe with --{uneven}; leave it out")
     if given.schedules:
-        raise UserError("skew", given.skews[0], "is measured with the recipe's own schedule; leave out --schedule")
-    from trainers.measure.uneven import bench_skews
+        raise UserError("schedule", given.schedules[0], f"is that of the recipe with --{uneven}; leave it out")
+    from trainers.measure.uneven import bench_uneven
 
-    return bench_skews(recipe, given.skews, given.rounds, given.picture, as_json=given.json)
+    return bench_uneven(recipe, given.skews, shares, given.rounds, given.picture, as_json=given.json)
 
 
 def timeline(given: argparse.Namespace) -> int:

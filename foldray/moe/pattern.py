@@ -5,27 +5,26 @@ Legend: s positions, B sequences, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from random import Random
 
 import torch
 
-from foldray.blueprint import expert_shares
 from foldray.kernels.transfer import to_device
 
 _GOLDEN = 0.6180339887498949  # multiples of the golden ratio fill the unit interval evenly
 
 
 class Pattern:
-    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share (`expert_shares`), up to a token or so."""
+    """Chooses experts by systematic sampling (Madow 1949): each has exactly its share of all tokens, up to a token or so."""
 
-    def __init__(self, experts: int, topk: int, skew: float):
-        self.topk = topk
+    def __init__(self, shares: Sequence[float]):
+        experts, self.topk = len(shares), round(sum(shares))
         # Neighbours never go together, so the order is not that of the popularity.
         self._order = Random(0).sample(range(experts), experts)
-        shares = expert_shares(experts, topk, skew)
         *bounds, _ = accumulate(shares[expert] for expert in self._order)
-        self._bounds = [*bounds, float(topk)]
+        self._bounds = [*bounds, float(self.topk)]
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def choose(self, position_s: torch.Tensor, sequences: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from foldray.blueprint import Layout, ModelSpec, RouterSpec
+from foldray.blueprint import Layout, ModelSpec, RouterSpec, pattern_shares
 from foldray.comm import Groups
 from foldray.kernels import routing
 from foldray.kernels.autograd import at_least_float32, wide_product
@@ -203,8 +203,8 @@ class Router(nn.Module):
         super().__init__()
         self.model, self.spec, self.sequences = model, model.router, Sequences(groups)
         self.gate: Gate = gate or TopKGate(model)
-        skew = model.router.skew
-        self.pattern = None if skew is None else Pattern(model.experts, model.topk, skew)
+        shares = pattern_shares(model)
+        self.pattern = None if shares is None else Pattern(shares)
         self.weight = nn.Parameter(torch.empty(model.hidden, model.experts))
         self.logit_bias = nn.Parameter(self.weight.new_empty(model.experts)) if model.router.logit_bias else None
         self.bias: torch.Tensor

@@ -28,6 +28,7 @@ from foldray.recipe.sections import (
     MoeSpec,
     OptimizerSpec,
     PlacementSpec,
+    RoutesSpec,
     TrackingSpec,
     TrainingSpec,
 )
@@ -57,6 +58,7 @@ class Description(Strict):
     no float16, which has fewer exponents: small gradients would be lost without a factor on the
     loss."""
     checkpoint: CheckpointSpec = CheckpointSpec()
+    routes: RoutesSpec = RoutesSpec()
     tracking: TrackingSpec = TrackingSpec()
     cluster: ClusterSpec = ClusterSpec()
     tune: TuneSpec = TuneSpec()

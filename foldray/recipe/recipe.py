@@ -300,8 +300,9 @@ def _check_backend(recipe: Description) -> None:
             "has no wider ones" if recipe.precision == "bfloat16" else "is for exact comparisons"
         )
         raise UserError("moe.wire", recipe.moe.wire, rule, ["null", *(["float8"] if recipe.precision == "bfloat16" else [])])
-    if router.skew is not None and backend != "torch":
-        raise UserError("moe.backend", backend, "has gates of its own, which know no pattern (model.router.skew)", ["torch"])
+    if backend != "torch" and (router.skew is not None or router.shares is not None):
+        rule = "has gates of its own, which know no pattern (model.router.skew, model.router.shares)"
+        raise UserError("moe.backend", backend, rule, ["torch"])
     if backend == "tutel" and recipe.precision == "float64":
         raise UserError("moe.backend", backend, "Tutel's kernels compute in float32 and would round float64", ["torch"])
     if backend == "deepspeed":
@@ -343,3 +344,9 @@ def check_trains(recipe: Description) -> None:
         raise UserError("training.weights", "null", rule)
     if (skew := recipe.model.router.skew) is not None:
         raise UserError("model.router.skew", skew, "is for measurements: a model cannot learn from a pattern", ["null"])
+    if recipe.model.router.shares is not None:
+        rule = "are for measurements: a model cannot learn from a pattern"
+        raise UserError("model.router.shares", f"{recipe.model.experts} shares", rule, ["null"])
+    recorded = next((key for key, value in recipe.routes if value is not None), None)
+    if recorded is not None and not recipe.model.moe_layers:
+        raise UserError(f"routes.{recorded}", getattr(recipe.routes, recorded), "needs a model with experts", ["null"])

@@ -239,6 +239,22 @@ class CheckpointSpec(Strict):
     for the storage."""
 
 
+class RoutesSpec(Strict):
+    """The routes of tokens as data: which experts get them, recorded in the run's folder or taken from another run."""
+
+    record: Steps | None = None
+    """Optimizer steps between records of how many tokens of each worker go to each expert, in every
+    MoE block. Null records none."""
+    record_tokens: Steps | None = None
+    """Optimizer steps between records of the experts of every token. These need far more room: a
+    byte for each of a token's experts in each block, or two with more than 256 experts."""
+    replay: str | None = None
+    """Folder of a run that has recorded the experts of its tokens, which every node must see. They
+    stand for the choice of the routers in the steps that have them. The routers weigh them, and
+    these weights have gradients. Model, data, `training.seed` and `training.global_batch` must be
+    those of that run; the fold may be another one. Null lets routers choose."""
+
+
 class TrackingSpec(Strict):
     """Where metrics go."""
 

@@ -41,7 +41,7 @@ def test_shares_by_hand() -> None:
 
 @pytest.mark.parametrize(("experts", "topk", "skew"), [(8, 2, 0.0), (8, 2, 1.0), (64, 8, 0.5), (6, 3, 16.0), (4, 4, 1.0)])
 def test_a_pattern_gives_each_expert_its_share_and_each_token_different_experts(experts: int, topk: int, skew: float) -> None:
-    chosen_TK = Pattern(experts, topk, skew).choose(torch.arange(1000), 1)
+    chosen_TK = Pattern(expert_shares(experts, topk, skew)).choose(torch.arange(1000), 1)
     assert all(len(set(row)) == topk for row in chosen_TK.tolist())
     counts = torch.bincount(chosen_TK.flatten(), minlength=experts).tolist()
     assert counts == pytest.approx([1000 * share for share in expert_shares(experts, topk, skew)], abs=4)

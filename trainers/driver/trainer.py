@@ -19,9 +19,8 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.failure_handling import create_failure_policy
 
-from foldray.choosing import told_of_orders
 from foldray.errors import UserError
-from foldray.recipe import Recipe, check_trains, told_of_capture
+from foldray.recipe import Recipe, check_trains
 from foldray.refold import worlds
 from trainers.checkpoints.stored import DamagedCheckpoint, Stored
 from trainers.cluster import joining, workers
@@ -30,10 +29,12 @@ from trainers.cluster.run_storage import refuse_secret
 from trainers.data.conversations import summary
 from trainers.data.datasets import Documents, check_datasets, store
 from trainers.data.mixture import Mixture
+from trainers.data.order import NEWEST
 from trainers.data.packed import PackedData
 from trainers.data.prepare import prepare
 from trainers.data.unfit import unfit_summary
 from trainers.driver import ray_configs
+from trainers.driver.checks import check_replay, check_sources, told
 from trainers.driver.continuing import check_resumable
 from trainers.driver.resuming import Beginning, list_checkpoints
 from trainers.driver.run import Run
@@ -44,9 +45,7 @@ from trainers.faults.failures import kinds_of
 from trainers.faults.lease import Lease
 from trainers.faults.stopping import Stopping
 from trainers.folders import Folder
-from trainers.hugging_face.adapters import Adapter
-from trainers.hugging_face.weights import Weights
-from trainers.sinks.mlflow_server import begin_import, check_reachable
+from trainers.sinks.mlflow_server import begin_import
 from trainers.sinks.run_folder import RECIPE, as_yaml, read_run, recipe_of
 from trainers.sinks.terminal import Console
 from trainers.telemetry.metrics import metrics_of
@@ -186,8 +185,8 @@ class FoldTrainer(TorchTrainer):
                 checkpoints. The first line of the message has the failure.
         """
         check_packages(self.recipe)
-        for told in filter(None, (told_of_capture(self.recipe), told_of_orders(self.recipe))):
-            _log.warning(told)
+        for line in told(self.recipe):
+            _log.warning(line)
         field = "run" if self.resume is None else "resume"
         say = self.console.say if self.console else _log.warning
         with Lease(self._folder, field, guardian.holder(), say, self._give_way) as self._lease:
@@ -195,12 +194,7 @@ class FoldTrainer(TorchTrainer):
                 self._lease.take()
             begin = self._begin()
             stored = begin.look() if begin else None
-            adapted = self.recipe.model.adapter is not None  # then no checkpoint has the weights
-            if self.recipe.training.weights is not None and (begin is None or adapted):
-                Weights.of(self.recipe).check(self.recipe.model)
-            if begin is None and self.recipe.training.adapter is not None:
-                Adapter.of(self.recipe).check(self.recipe)
-            check_reachable(self.recipe)  # before the data are prepared, which may take hours
+            check_sources(self.recipe, begin is None)  # before the data are prepared, which may take hours
             begin_import(self.recipe)
             self.run = None
             joining.connect(self.recipe)
@@ -216,6 +210,7 @@ class FoldTrainer(TorchTrainer):
         data = self._prepare()
         if begin and stored:
             begin = check_resumable(begin, stored, self.recipe, data)
+        check_replay(self.recipe, data, stored.progress.order if begin and stored and not begin.anew else NEWEST)
         start = begin.folder if begin and begin.field == "from" else None
         name, origin = str(self.run_config.name), None if start is None else start.name
         need = self.scaling_config._resources_per_worker_not_none

@@ -1,20 +1,20 @@
-"""`foldray bench --skew`: what a step costs when ranks get unevenly many rows, measured and predicted.
+"""`foldray bench --skew`, `--routes`: what a step costs when ranks get unevenly many rows, measured and predicted.
 
-Patterns choose the experts (`model.router.skew`) and take turns on one engine. The first pattern is even. The prediction
-takes its recorded step, and lengthens the experts' ops of each rank by the rank's rows, and what travels by the rows of the
-fullest rank.
+Patterns choose the experts (`model.router.skew`, `shares`) and take turns on one engine. The first pattern is even. The
+prediction takes its recorded step, and lengthens the experts' ops of each rank by the rank's rows, and what travels by the rows
+of the fullest rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from foldray.blueprint import ModelSpec, rank_shares, visits_of_a_token
+from foldray.blueprint import ModelSpec, pattern_shares, rank_shares, visits_of_a_token
 from foldray.clock import Recording, replay
 from foldray.comm import Groups
 from foldray.errors import UserError
@@ -31,17 +31,26 @@ from trainers.telemetry.records import as_json as to_json
 from trainers.worker.engines import make_engine
 
 
-def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Path | None = None, as_json: bool = False) -> int:
+def bench_uneven(
+    recipe: Recipe,
+    skews: Sequence[float],
+    shares: Sequence[float] | None,
+    rounds: int,
+    picture: Path | None = None,
+    as_json: bool = False,
+) -> int:
     """Measure a recipe's step under routing patterns, which take turns within a round, and print a report.
 
-    `skews` are the exponents of the patterns; 0 is measured in any case.
+    Args:
+        skews: the exponents of patterns; 0 is measured in any case.
+        shares: the shares of one more pattern, such as recorded ones.
     """
     if rounds < 1:
         raise UserError("rounds", rounds, "must be at least 1")
     if picture is not None:
         check_picture(picture)
-    chosen = sorted({0.0, *skews})
-    models = [_skewed(recipe, skew) for skew in chosen]
+    chosen: list[float | None] = [*sorted({0.0, *skews}), *([] if shares is None else [None])]
+    models = [_routed(recipe, {"shares": shares} if skew is None else {"skew": skew}) for skew in chosen]
     message = f"{len(chosen)} routing patterns, {rounds} rounds, on {recipe.cluster.workers} workers …"
     measured = on_workers(recipe, _measure, message, models=models, rounds=rounds)["measured"]
     results = [_result(skew, turns) for skew, turns in zip(chosen, measured, strict=True)]
@@ -51,9 +60,9 @@ def bench_skews(recipe: Recipe, skews: Sequence[float], rounds: int, picture: Pa
     return 0
 
 
-def _skewed(recipe: Recipe, skew: float) -> ModelSpec:
+def _routed(recipe: Recipe, pattern: Mapping[str, Any]) -> ModelSpec:
     document = recipe.model_dump(mode="json")
-    document["model"]["router"]["skew"] = skew
+    document["model"]["router"] |= pattern
     return Recipe.parse(document).model
 
 
@@ -87,8 +96,9 @@ def _measure(
 
 def _route_by(engine: Engine, model: ModelSpec) -> None:
     for _, router in engine.model.routers():
-        assert model.router.skew is not None
-        router.pattern = Pattern(model.experts, model.topk, model.router.skew)
+        shares = pattern_shares(model)
+        assert shares is not None
+        router.pattern = Pattern(shares)
 
 
 def predicted(
@@ -112,10 +122,11 @@ def predicted(
     return replay(graph, recordings, scale=scale).seconds / replay(graph, recordings).seconds
 
 
-def _result(skew: float, turns: Sequence[dict[str, float]]) -> dict[str, Any]:
+def _result(skew: float | None, turns: Sequence[dict[str, float]]) -> dict[str, Any]:
     step = [turn["step_ms"] for turn in turns]
     return {
-        "skew": skew, "overload": median(turn["overload"] for turn in turns),
+        "pattern": "recorded" if skew is None else f"{skew:g}", "skew": skew,
+        "overload": median(turn["overload"] for turn in turns),
         "step_ms": {"min": min(step), "median": median(step), "max": max(step)},
         "predicted_ratio": median(turn["predicted"] for turn in turns),
     }  # fmt: skip
@@ -126,13 +137,13 @@ def _table(results: Sequence[dict[str, Any]], rounds: int) -> str:
     lines = [
         f"milliseconds per step, medians of {rounds} rounds in turns; overload: rows of the fullest rank over the mean",
         "× even: the step over that of an even routing, measured, and predicted from the ops of the even step",
-        f"{'skew':<8}" + "".join(f"{name:>10}" for name in ("overload", "step", "min", "max", "× even", "predicted")),
+        f"{'skew':<10}" + "".join(f"{name:>10}" for name in ("overload", "step", "min", "max", "× even", "predicted")),
     ]
     for result in results:
         step = result["step_ms"]
         times = "".join(f"{figure:>10.1f}" for figure in (step["median"], step["min"], step["max"]))
         ratios = f"{step['median'] / even:>10.2f}{result['predicted_ratio']:>10.2f}"
-        lines.append(f"{result['skew']:<8g}{result['overload']:>10.2f}{times}{ratios}")
+        lines.append(f"{result['pattern']:<10}{result['overload']:>10.2f}{times}{ratios}")
     return "\n".join(lines)
 
 

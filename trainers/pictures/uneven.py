@@ -14,7 +14,7 @@ from trainers.pictures.canvas import BLUE, INK, ORANGE, label_right, new_figure,
 def draw_uneven(results: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw measured steps with their range, and predicted ones, relative to the step of an even routing.
 
-    There is a result for each pattern, the even one first, as `bench_skews` reports them.
+    There is a result for each pattern, the even one first, as `bench_uneven` reports them.
     """
     figure = new_figure(8, 5, title, "step time over the rows of the fullest rank, relative to even routing")
     axes = figure.add_axes((0.09, 0.13, 0.72, 0.66))
@@ -29,7 +29,8 @@ def draw_uneven(results: Sequence[dict[str, Any]], path: Path, title: str) -> No
     axes.set_ylim(bottom=min(*low, 1.0) - 0.02)
     for result in results:
         place = (result["overload"], 0.02)
-        axes.annotate(f"skew {result['skew']:g}", place, xycoords=("data", "axes fraction"), color=INK, fontsize=8, ha="center")
+        name = result["pattern"] if result["skew"] is None else f"skew {result['pattern']}"
+        axes.annotate(name, place, xycoords=("data", "axes fraction"), color=INK, fontsize=8, ha="center")
     label_right(axes, [(measured[-1], "measured", "", BLUE), (predicted[-1], "predicted", "from the even step", ORANGE)])
     axes.set_xlabel("overload factor: rows of the fullest rank over the mean")
     axes.set_ylabel("step over even step")

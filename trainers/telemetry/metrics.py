@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Totals(NamedTuple):
     """Losses and counts of a step, over all ranks and micro-batches, and whether any rank has to end after it.
 
-    `tokens` are those that count in the loss, `count_ME` the assignments of each MoE layer and expert. `joules` is NaN where a
-    rank cannot read them, and in the first step of an attempt.
+    `tokens` are those that count in the loss, `count_ME` the assignments of each MoE layer and expert, `replaced` those among
+    them that routers would not have chosen. `joules` is NaN where a rank cannot read them, and in the first step of an attempt.
     """
 
     tokens: int
@@ -35,6 +35,7 @@ class Totals(NamedTuple):
     z: float
     further: float | None
     dropped: float
+    replaced: float
     count_ME: torch.Tensor
     traffic: dict[str, Count]
     joules: float
@@ -128,6 +129,10 @@ def _tokens(recipe: Recipe) -> int:
     return recipe.training.global_batch * recipe.data.seq_len
 
 
+def _replaced_rate(step: Finished) -> float | None:
+    return step.totals.replaced / float(step.totals.count_ME.sum()) if step.recipe.routes.replay and step.health else None
+
+
 METRICS = (
     Metric("loss", lambda step: step.totals.language, "Cross entropy, nats per token that counts, without other losses",
            gauge="loss", reported=True, always=True),
@@ -152,6 +157,8 @@ METRICS = (
     Metric("drop_rate", lambda step: step.totals.dropped / float(step.totals.count_ME.sum()) if step.health else None,
            "Share of assignments that experts dropped", gauge="dropped_tokens", over="newest",
            shown=("dropped tokens", "{:.2%}")),
+    Metric("replaced_rate", _replaced_rate, "Share of assignments that were replayed, and that routers would not have chosen",
+           over="newest", shown=("other experts than the routers'", "{:.2%}")),
     Metric("load_max_over_mean", _of_health(lambda health: float(health.max_over_mean.max())),
            "Load of the fullest expert over the mean load, in the worst layer", "expert_load/max_over_mean", "expert_overload"),
     Metric("rank_max_over_mean", _of_health(lambda health: float(health.rank_max_over_mean.max())),

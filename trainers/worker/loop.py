@@ -37,6 +37,7 @@ from trainers.faults.guard import Guard, Spikes
 from trainers.faults.lease import check_holder
 from trainers.faults.watch import Pulse
 from trainers.folders import Folder
+from trainers.routes.files import About
 from trainers.telemetry.energy import Energy
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
@@ -46,6 +47,7 @@ from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine, read_adapter, read_weights
 from trainers.worker.online import Knobs, MakeSearch
 from trainers.worker.orders import online_search
+from trainers.worker.routes import StepRoutes
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _BUILDING_S = 3600.0  # a rank ends itself if it needs longer to read the index of its data and to build its model and engine
@@ -114,7 +116,8 @@ class Worker:
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model, recipe.training.skip_steps)
         storage = ray.train.get_context().get_storage()
-        check = partial(check_holder, Folder(storage.experiment_fs_path, storage.storage_filesystem), holder)
+        self.folder = Folder(storage.experiment_fs_path, storage.storage_filesystem)
+        check = partial(check_holder, self.folder, holder)
         self.saver = Saver(recipe.checkpoint.asynchronous, time_for(self._largest_state()), check)
         self.products = self._all_ranks(matmul_peak(self.device, DTYPES[recipe.precision]))
         peak = data_sheet_peak(processor(self.device), SHORT_DTYPES[recipe.precision])
@@ -137,6 +140,8 @@ class Worker:
         """Train to the last step of the recipe, and return a summary. Ray returns the summary of rank 0."""
         training = self.recipe.training
         first, last = self._restore(), training.stop_after or training.steps
+        about = About.of(self.recipe, self.batches.version, self.data.content)
+        self.routes = StepRoutes(self.recipe, self.groups, self.engine.execution, self.folder, about)
         totals, done = None, first
         self.done = done
         online = self.online.steps(self.search, self.outbox.send)
@@ -159,6 +164,7 @@ class Worker:
                 raise Preempted(f"the cluster takes back a node; step {done} is saved")
             if totals.stops:
                 break
+        self.routes.close()
         loss = totals.language if totals else math.nan
         return {"steps": done, "final_loss": loss, "validation": self.validation, "stopped": done < last}
 
@@ -167,6 +173,7 @@ class Worker:
         started, training = time.perf_counter(), self.recipe.training
         self.groups.traffic.clear()
         self.activity.doing = "reads its sequences"
+        self.routes.begin(step + 1)
         losses = self.engine.train([self._train_batch(step, m) for m in range(self.recipe.accumulation)])
         joules = self.energy.taken()  # until here from here in the step before; a GPU still computes what it has been given
         rate = learning_rate(self.recipe.optimizer, step, training.steps)
@@ -176,6 +183,7 @@ class Worker:
         totals = self._totals(losses, joules, stops)
         if not self.guard.in_a_row:
             self.engine.model.update_biases(totals.count_ME)
+        self.routes.record(step + 1, losses)
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
         self._tell_saved()
         if self.rank == 0:
@@ -190,7 +198,8 @@ class Worker:
             return self._no_sequences
         training, dp = self.recipe.training, self.groups.fold.dp
         indices = self.batches.indices(step, m, self.groups.dp_rank, dp, training.micro_batch, training.global_batch)
-        return batch_of(self.data.train, indices, self.recipe.data.mask_documents, self.device)
+        batch = batch_of(self.data.train, indices, self.recipe.data.mask_documents, self.device)
+        return self.routes.replayed(step + 1, m, batch)
 
     @property
     def _no_sequences(self) -> Batch:
@@ -257,6 +266,7 @@ class Worker:
             "validation": self.validation, "seed": training.seed, "global_batch": training.global_batch,
             "order": self.batches.version, "skipped": self.guard.skipped, "online": online,
         }  # fmt: skip
+        self.routes.flush()
         with self.activity.during("saves a checkpoint", self.saver.limit.total_seconds()):
             metrics = reported(self.last, self.metrics) | validated(done, self.validation)
             self.saver.save(self.engine.shards(), progress, metrics, last=final)
@@ -326,8 +336,11 @@ class Worker:
         traffic = {name: Count(*map(int, row)) for name, row in zip(names, sums, strict=True)}
         language, balance, z = total.means().tolist()
         tokens, dropped, count_ME = int(total.tokens), float(total.dropped), total.count_ME.cpu()
+        replaced = float(total.replaced)
         further = float(total.further()) if self.recipe.model.mtp_depth else None
-        return Totals(tokens, language, balance, z, further, dropped, count_ME, traffic, joules, stop > 0, preempted > 0)
+        return Totals(
+            tokens, language, balance, z, further, dropped, replaced, count_ME, traffic, joules, stop > 0, preempted > 0
+        )
 
     def _largest_state(self) -> float:
         """Return the bytes of the largest state of a rank, with two numbers for every weight, if nothing is sharded."""

@@ -16,7 +16,7 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage
-from trainers.driver import ray_configs, trainer
+from trainers.driver import checks, ray_configs, trainer
 from trainers.driver.ray_configs import check_places
 from trainers.folders import Folder
 from trainers.sinks.run_folder import RunFolder
@@ -223,7 +223,7 @@ def test_workers_that_no_node_can_take_are_refused(
 
 def test_gpus_on_a_cluster_without_one_are_refused_before_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "connect", lambda recipe: None)
-    monkeypatch.setattr(trainer, "check_reachable", lambda recipe: None)
+    monkeypatch.setattr(checks, "check_reachable", lambda recipe: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{**NODE, "Resources": {"CPU": 4.0}}])
     made = FoldTrainer(recipe(), scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
     with pytest.raises(UserError, match=r"^cluster\.gpu=true: none of the cluster's 1 node\(s\) has a GPU"):

@@ -25,7 +25,7 @@ from tests.trainers.telemetry.records import run
 from trainers import FoldTrainer
 from trainers.cluster import joining, run_storage, storage_probe
 from trainers.cluster.actors import Ranks, on_workers
-from trainers.driver import trainer
+from trainers.driver import checks
 from trainers.sinks import mlflow_server
 from trainers.sinks.mlflow_run import Tracker
 from tuners import shared_study
@@ -64,7 +64,7 @@ def tracked(place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         return connect(uri)
 
     monkeypatch.setattr(mlflow_server, "_connect", with_password)
-    monkeypatch.setattr(trainer, "check_reachable", lambda recipe: None)  # nobody listens at the address itself
+    monkeypatch.setattr(checks, "check_reachable", lambda recipe: None)  # nobody listens at the address itself
     return uri
 
 

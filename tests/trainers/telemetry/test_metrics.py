@@ -27,7 +27,7 @@ OWN = {**MODEL, "tracking": {"metrics": [f"{__name__}:WATTS"]}}
 
 
 def test_every_metric_is_measured() -> None:
-    totals = Totals(8, 2.0, 1.0, 0.1, None, 0.0, torch.zeros(0, 4, dtype=torch.int64), {}, 6.0, False, False)
+    totals = Totals(8, 2.0, 1.0, 0.1, None, 0.0, 0.0, torch.zeros(0, 4, dtype=torch.int64), {}, 6.0, False, False)
     finished = Finished(Recipe.parse(OWN), totals, 1e-3, 0.5, 2.0, True, 0, 6e9, 1e12, 2e12, None)
     found = {metric.name: metric.measure(finished) for metric in metrics_of(finished.recipe)}
     assert found["mfu"] == 6e9 / 2.0 / 1e12
