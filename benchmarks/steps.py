@@ -12,8 +12,8 @@ workers on each host.
 
 A variant has changes to the recipe of `--base`, as `foldray train` takes them. A step is forward, backward and the sums of
 gradients of all micro-batches. The variants take turns within a round. A step takes as long as on the slowest worker.
-`stream` chooses its lags as training does, and `auto` its order, before the first round. `--forecast` calibrates the hosts
-first, and predicts all steps.
+`stream` chooses its lags as training does, and `auto` its order, before the first round. A variant that records routes
+(`routes.record`) writes a file after each step. `--forecast` calibrates the hosts first, and predicts all steps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,15 +46,19 @@ from foldray.fold import Fold
 from foldray.graph import Op, StepGraph
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
-from foldray.runtime import Trace
+from foldray.runtime import Engine, Trace
 from foldray.runtime.peak import processor
+from trainers.data.order import NEWEST
+from trainers.folders import Folder
 from trainers.measure.bench import shifted, shown
 from trainers.measure.comparison import random_batches
 from trainers.measure.meter import Meter
 from trainers.measure.speeds import measured
 from trainers.pictures.timeline import draw_timelines
+from trainers.routes.files import About
 from trainers.worker.engines import make_engine
 from trainers.worker.orders import online_search
+from trainers.worker.routes import StepRoutes
 
 FOLDER = Path(__file__).parent
 WARM_UP = 3  # rounds. The last two are timed where times are needed: training finds a list twice
@@ -125,13 +131,17 @@ def in_turns(
     device, steps = torch.device("cpu"), dict[str, list[float]]({name: [] for name in recipes})
     engines = {name: make_engine(recipe, groups[recipe.placed_fold], device) for name, recipe in recipes.items()}
     batches = {name: random_batches(recipe, groups[recipe.placed_fold], device) for name, recipe in recipes.items()}
+    ran = count(1)
+    routes = {name: recording(recipe, engines[name], groups[recipe.placed_fold]) for name, recipe in recipes.items()}
 
     def turn(name: str, trace: Trace | None) -> float:
         engine, control = engines[name], groups[recipes[name].placed_fold].control
         engine.execution.trace = trace
         dist.barrier()
-        begin = time.perf_counter()
-        engine.train(batches[name])
+        begin, number = time.perf_counter(), next(ran)
+        routes[name].begin(number)
+        routes[name].record(number, engine.train(batches[name]))
+        routes[name].flush()
         took = control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
         engine.gradients.zero()  # type: ignore[attr-defined]
         return took.item()
@@ -164,6 +174,12 @@ def in_turns(
     for communicators in groups.values():
         communicators.close()
     return steps
+
+
+def recording(recipe: Recipe, engine: Engine, groups: Groups) -> StepRoutes:
+    """Return what records the routes of steps, if a variant asks for it (`routes.record`), in a temporary folder."""
+    about = About.of(recipe, NEWEST, None)
+    return StepRoutes(recipe, groups, engine.execution, Folder(tempfile.mkdtemp(prefix="foldray-routes-")), about)
 
 
 class Forecast(NamedTuple):
