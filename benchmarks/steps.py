@@ -13,7 +13,8 @@ workers on each host.
 A variant has changes to the recipe of `--base`, as `foldray train` takes them. A step is forward, backward and the sums of
 gradients of all micro-batches. The variants take turns within a round. A step takes as long as on the slowest worker.
 `stream` chooses its lags as training does, and `auto` its order, before the first round. A variant that records routes
-(`routes.record`) writes a file after each step. `--forecast` calibrates the hosts first, and predicts all steps.
+(`routes.record`) writes a file after each step; one that moves experts (`moe.place_every`) does so between steps, which is not
+timed. `--forecast` calibrates the hosts first, and predicts all steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from foldray.costs.rank import OpWork
 from foldray.costs.whole import pass_seconds, simulate_step
 from foldray.fold import Fold
 from foldray.graph import Op, StepGraph
+from foldray.model import all_losses
 from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from foldray.runtime import Engine, Trace
@@ -58,6 +60,7 @@ from trainers.pictures.timeline import draw_timelines
 from trainers.routes.files import About
 from trainers.worker.engines import make_engine
 from trainers.worker.orders import online_search
+from trainers.worker.placing import ExpertPlacing
 from trainers.worker.routes import StepRoutes
 
 FOLDER = Path(__file__).parent
@@ -131,19 +134,24 @@ def in_turns(
     device, steps = torch.device("cpu"), dict[str, list[float]]({name: [] for name in recipes})
     engines = {name: make_engine(recipe, groups[recipe.placed_fold], device) for name, recipe in recipes.items()}
     batches = {name: random_batches(recipe, groups[recipe.placed_fold], device) for name, recipe in recipes.items()}
-    ran = count(1)
+    ran = dict.fromkeys(recipes, 0)
+    movers = {
+        name: ExpertPlacing(recipe, groups[recipe.placed_fold], engines[name], partial(_tell, name))
+        for name, recipe in recipes.items()
+    }
     routes = {name: recording(recipe, engines[name], groups[recipe.placed_fold]) for name, recipe in recipes.items()}
 
     def turn(name: str, trace: Trace | None) -> float:
         engine, control = engines[name], groups[recipes[name].placed_fold].control
         engine.execution.trace = trace
         dist.barrier()
-        begin, number = time.perf_counter(), next(ran)
-        routes[name].begin(number)
-        routes[name].record(number, engine.train(batches[name]))
+        begin, ran[name] = time.perf_counter(), ran[name] + 1
+        routes[name].begin(ran[name])
+        routes[name].record(ran[name], losses := engine.train(batches[name]))
         routes[name].flush()
         took = control.all_reduce(torch.tensor([time.perf_counter() - begin], dtype=torch.float64), "max")
         engine.gradients.zero()  # type: ignore[attr-defined]
+        movers[name].after(ran[name], all_losses(losses, control).count_ME)
         return took.item()
 
     for name, recipe in recipes.items():
@@ -174,6 +182,11 @@ def in_turns(
     for communicators in groups.values():
         communicators.close()
     return steps
+
+
+def _tell(name: str, record: Mapping[str, Any]) -> None:
+    what = f"{record['experts']} experts move, overload {record['overload']:.2f} → {record['expected']:.2f}"
+    print(f"{name}: {what}", file=sys.stderr, flush=True)
 
 
 def recording(recipe: Recipe, engine: Engine, groups: Groups) -> StepRoutes:

@@ -34,6 +34,12 @@ class Pattern:
         point_sK = (position_s.double() * _GOLDEN % 1.0).unsqueeze(1) + torch.arange(self.topk, device=position_s.device)
         return order_E[torch.searchsorted(bound_E, point_sK, right=True)].repeat(sequences, 1)
 
+    def renumber(self, order: Sequence[int]) -> None:
+        """Choose the same experts after they have changed places: `order` has the expert of each place, by its place before."""
+        places = {expert: place for place, expert in enumerate(order)}
+        self._order = [places[expert] for expert in self._order]
+        self._tables.clear()
+
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if device not in self._tables:
             bounds = to_device(self._bounds, device, torch.float64)

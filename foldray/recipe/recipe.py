@@ -295,6 +295,8 @@ def _check_backend(recipe: Description) -> None:
     if recipe.moe.dispatch == "rank" and router.pad:
         rule = "sends rows for workers, and padding is for experts (model.router.pad)"
         raise UserError("moe.dispatch", "rank", rule, ["assignment"])
+    if recipe.moe.place_every is not None:
+        _check_places(recipe)
     if recipe.moe.wire is not None and recipe.precision not in _NARROWED[recipe.moe.wire]:
         rule = f"rounds numbers, and precision: {recipe.precision} " + (
             "has no wider ones" if recipe.precision == "bfloat16" else "is for exact comparisons"
@@ -311,6 +313,21 @@ def _check_backend(recipe: Description) -> None:
         if not same or router.scale != 1:
             rule = "DeepSpeed's gates are a softmax over all experts, rescaled to a sum of 1 for topk > 1, with scale 1"
             raise UserError("moe.backend", backend, rule, ["torch", "tutel"])
+
+
+def _check_places(recipe: Description) -> None:
+    """Check that experts may change places."""
+    every, rule = recipe.moe.place_every, None
+    if recipe.fold.ep == 1:
+        rule = "moves experts between the workers of an expert-parallel group; it needs fold.ep of at least 2"
+    elif recipe.model.router.groups > 1:
+        rule = "would take experts out of their groups (model.router.groups)"
+    elif recipe.model.adapter is not None:
+        rule = "moves what training changes, and frozen experts stay (model.adapter)"
+    elif recipe.routes.record_tokens is not None or recipe.routes.replay is not None:
+        rule = "numbers experts anew, and recorded routes name them by number (routes.record_tokens, routes.replay)"
+    if rule is not None:
+        raise UserError("moe.place_every", every, rule, ["null"])
 
 
 def _check_space(recipe: Description) -> None:

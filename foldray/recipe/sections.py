@@ -104,6 +104,11 @@ class MoeSpec(Strict):
     `rank` needs `backend: torch` or `deepspeed`, and `model.router.pad: false`. With `placement`,
     rows always travel once to each worker, or to each node."""
 
+    place_every: Steps | None = None
+    """Optimizer steps between two placements of the experts. By the tokens of these steps, experts of a
+    block change places between workers, with their optimizer state, if the fullest worker's load then
+    falls by a twentieth or more. Routers number them anew, so every token keeps its experts. Null
+    leaves experts where they are."""
     wire: Literal["bfloat16", "float8"] | None = None
     """How rows are written on their way to experts and back. Null sends them as they are.
     `bfloat16` rounds them: a number is off by at most 1/256 of it. `float8` (e4m3) is for rows on

@@ -122,6 +122,11 @@ class Progress(records.Sink):
         loss, median = _number(record["loss"], ".3f"), _number(record["median"], ".3f")
         self._say(f"in step {record['step']}, the loss is {loss}, after a median of {median}")
 
+    def take_placed(self, record: records.Placed) -> None:
+        before, after = record["overload"], record["expected"]
+        what = f"after step {record['step']}, {record['experts']} experts change places"
+        self._say(f"{what}: the fullest rank had {before:.2f} times the mean load, and would have had {after:.2f}")
+
     def take_tried(self, record: records.Tried) -> None:
         order, seconds = record["order"], number(record["step_time_s"])
         if order is None:

@@ -205,6 +205,19 @@ class Spiked(_Sent):
     """The median of the losses before; nats per token, like the loss."""
 
 
+class Placed(_Sent):
+    """After a step, experts changed places between ranks, so that these get more even loads."""
+
+    kind: Literal["placed"]
+    step: int
+    experts: int
+    """Experts that changed places, in all blocks."""
+    overload: float
+    """Load of the fullest rank over the mean in the steps before, mean over the blocks."""
+    expected: float
+    """The same with the new places."""
+
+
 class Failed(_Sent):
     """An attempt failed. The driver sends this record."""
 
@@ -222,7 +235,9 @@ class Failed(_Sent):
     reason: str
 
 
-Record = Failed | Grows | Slow | Spiked | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+Record = (
+    Failed | Grows | Slow | Spiked | Placed | Place | Step | Validation | Resumed | Tried | Settled | Listed | Drifted | Saved
+)
 
 
 KINDS = tuple(get_args(get_type_hints(kind)["kind"])[0] for kind in get_args(Record))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,12 +41,14 @@ from trainers.telemetry.energy import Energy
 from trainers.telemetry.expert_health import Health
 from trainers.telemetry.mailbox import Outbox
 from trainers.telemetry.metrics import Finished, Totals, metrics_of, reported
-from trainers.telemetry.records import Measured, Place, Step, Validation, averaged, number, validated
+from trainers.telemetry.records import Measured, Step, Validation, averaged, number, validated
 from trainers.worker import ground
 from trainers.worker.engines import DTYPES, make_engine, read_adapter, read_weights
 from trainers.worker.online import Knobs, MakeSearch
 from trainers.worker.orders import online_search
+from trainers.worker.placing import ExpertPlacing
 from trainers.worker.routes import StepRoutes
+from trainers.worker.seat import check_node, nodes, place_of
 
 _LONGER = 1.5  # a rank that stands still ends itself after those that wait for it
 _BUILDING_S = 3600.0  # a rank ends itself if it needs longer to read the index of its data and to build its model and engine
@@ -109,9 +110,9 @@ class Worker:
         self.device = ray.train.torch.get_device() if recipe.cluster.gpu else torch.device("cpu")
         timeout = timedelta(seconds=recipe.cluster.timeout)
         nccl.take_adapters(recipe.adapters[self.rank])
-        self.groups = Groups.create(recipe.placed_fold, self.rank, timeout, _nodes().__getitem__, activity)
-        _check_node(recipe.labels[self.rank])
-        self.outbox.send(_place(self.groups))
+        self.groups = Groups.create(recipe.placed_fold, self.rank, timeout, nodes().__getitem__, activity)
+        check_node(recipe.labels[self.rank])
+        self.outbox.send(place_of(self.groups))
         probe(self.groups, self.device, DTYPES[recipe.precision])
         self.engine: Engine = make_engine(recipe, self.groups, self.device)
         self.guard = Guard(self.engine, self.groups, recipe.model, recipe.training.skip_steps)
@@ -142,6 +143,7 @@ class Worker:
         first, last = self._restore(), training.stop_after or training.steps
         about = About.of(self.recipe, self.batches.version, self.data.content)
         self.routes = StepRoutes(self.recipe, self.groups, self.engine.execution, self.folder, about)
+        self.placing = ExpertPlacing(self.recipe, self.groups, self.engine, self.outbox.send)
         totals, done = None, first
         self.done = done
         online = self.online.steps(self.search, self.outbox.send)
@@ -183,6 +185,7 @@ class Worker:
         totals = self._totals(losses, joules, stops)
         if not self.guard.in_a_row:
             self.engine.model.update_biases(totals.count_ME)
+        self.placing.after(step + 1, totals.count_ME)
         self.routes.record(step + 1, losses)
         self.last = self._record(step + 1, totals, rate, norms.total, time.perf_counter() - started)
         self._tell_saved()
@@ -366,33 +369,3 @@ def batch_of(split: Sequences, indices: Sequence[int] | np.ndarray, documents: b
     if split.masked:
         targets = targets.masked_fill(~move(split.trained(indices), device), IGNORED)
     return Batch(tokens[:, :-1], targets, move(split.segments(indices), device) if documents else None)
-
-
-def _nodes() -> list[int]:
-    """Return the node of every rank. Nodes have numbers in the order of their first ranks."""
-    node = ray.get_runtime_context().get_node_id()
-    nodes = [node]
-    if torch.distributed.is_initialized():
-        nodes = [node] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(nodes, node)
-    return [list(dict.fromkeys(nodes)).index(name) for name in nodes]
-
-
-def _check_node(label: str | None) -> None:
-    """Check that this rank runs on a node with the label of its half.
-
-    Ray places workers by their labels, but numbers them node by node. If some nodes may have both halves, and others only
-    one, a rank may be on a node that is not meant for its half.
-    """
-    key, _, value = (label or "").partition("=")
-    if label and (actual := ray.get_runtime_context().get_node_labels().get(key)) != value:
-        raise RuntimeError(f"a rank that needs a node with {label} runs on one with {key}={actual}; give every node one role")
-
-
-def _place(groups: Groups) -> Place:
-    context, coordinate = ray.get_runtime_context(), groups.coordinate
-    return {
-        "kind": "place", "rank": groups.rank, "actor": context.get_actor_id(), "node": context.get_node_id(),
-        "node_ip": ray.util.get_node_ip_address(), "pid": os.getpid(),
-        "attention": coordinate.get("attention"), "moe": coordinate.get("moe"),
-    }  # fmt: skip

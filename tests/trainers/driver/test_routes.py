@@ -11,6 +11,7 @@ import pytest
 
 from foldray.cli import main
 from foldray.errors import UserError
+from foldray.recipe import Recipe
 from tests.trainers.driver.runs import fit, losses, recipe
 from trainers import FoldTrainer
 from trainers.routes.recorded import Recorded
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 _STEPS = 6
 
 
-def routed(storage: Path, fold: dict[str, int] | None = None, **sections: Any) -> Any:
+def routed(storage: Path, fold: dict[str, int] | None = None, **sections: Any) -> Recipe:
     sizes = {"steps": _STEPS, "eval_sequences": 8, **sections.pop("training", {})}
-    return recipe(
-        storage, fold=fold or {"ep": 2}, training=sizes, engine={"kind": "torch"}, checkpoint={"every": 2}, precision="float64",
-        schedule={"kind": "sequential"}, **sections,
-    )  # fmt: skip
+    usual = {"engine": {"kind": "torch"}, "schedule": {"kind": "sequential"}, "checkpoint": {"every": 2}}
+    precision = sections.pop("precision", "float64")
+    given = recipe(storage, fold=fold or {"ep": 2}, training=sizes, **{**usual, **sections})
+    return Recipe.parse({**given.model_dump(mode="json"), "precision": precision})
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +109,33 @@ def test_plan_and_bench_take_recorded_shares(recorded: FoldTrainer, capsys: pyte
     assert steps[0] > steps[1]
     assert main(["plan", "quickstart", "--cluster", "h100", "--routes", run]) == 2
     assert "model.router.shares=4 shares with the sum 2: must have a share for each of 8 experts" in capsys.readouterr().err
+
+
+@pytest.mark.nightly("trains three times")
+def test_experts_that_change_places_change_no_loss(storage: Path, ray_session: None) -> None:
+    """The second training stops in between, under another fold, whose ranks have other experts."""
+    skewed = {"model": {"router": {"balance_loss": 0.0}, "init_std": 0.2}, "optimizer": {"lr": 1e-2}}
+    stays, moves = (fit(routed(storage, moe={"place_every": every}, **skewed)) for every in (None, 1))
+    told = [record for record in records_of(moves) if record["kind"] == "placed"]
+    assert told
+    assert all(record["expected"] < record["overload"] for record in told)
+    assert losses(moves) == pytest.approx(losses(stays), abs=1e-10)
+    begun = fit(routed(storage, {"ep": 2}, moe={"place_every": 1}, training={"stop_after": 3}, **skewed))
+    resumed = fit(
+        routed(storage, {"ep": 2, "etp": 1, "tp": 2}, moe={"place_every": 2}, **skewed), resume=begun.run.folder.path.name
+    )
+    assert losses(resumed) == pytest.approx(losses(stays), abs=1e-10)
+
+
+@pytest.mark.nightly("trains again")
+def test_deepspeed_records_its_routes(storage: Path, ray_session: None) -> None:
+    wanted = {"routes": {"record": 2, "record_tokens": 3}, "engine": {"kind": "deepspeed", "zero": 1}, "precision": "float32"}
+    trained = fit(routed(storage, **wanted))
+    routes = Recorded(str(trained.run.folder.path), "routes")
+    assert routes.steps == [2, 3, 4, 6]
+    experts = routes.experts(3, range(8))
+    np.testing.assert_array_equal([np.bincount(block.flatten(), minlength=4) for block in experts], routes.counts(3).sum(axis=0))
+
+
+def records_of(trainer: FoldTrainer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trainer.run.folder.path / "metrics.jsonl").read_text().splitlines()]

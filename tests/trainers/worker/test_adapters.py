@@ -49,7 +49,7 @@ def begin(way: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         monkeypatch.setattr(loop, "ray", SimpleNamespace(train=train))
         monkeypatch.setattr(loop, "Batches", lambda *_: None)
-        monkeypatch.setattr(loop, "_nodes", list)
+        monkeypatch.setattr(loop, "nodes", list)
         nothing: Any = SimpleNamespace(train=None)
         loop.Worker(Recipe.parse(GIVEN), nothing, nothing, nothing, holder="")
 
