@@ -19,6 +19,9 @@ from foldray.errors import UserError
 from foldray.recipe import Recipe
 from trainers.faults.watch import Pace
 from trainers.folders import Checked, DamagedFile, Folder, printable, read_json
+from trainers.routes.files import ABOUT, FOLDER
+from trainers.routes.recorded import Recorded
+from trainers.routes.summary import RoutesSummary, summary
 from trainers.sinks.run_folder import FAILURE, RANKS, read_history, read_run, recipe_of
 from trainers.telemetry.expert_health import STARVED, Health
 from trainers.telemetry.history import LOAD_WINDOW, History
@@ -184,6 +187,7 @@ class RunHealth:
     recipe: Recipe
     health: Health
     steps: range
+    routes: RoutesSummary | None = None
 
     @classmethod
     def at(cls, run: str, trust: bool = False) -> RunHealth:
@@ -202,7 +206,8 @@ class RunHealth:
             raise UserError(_FIELD, run, f"has a metrics.jsonl and a recipe.yaml of different models: {sizes}")
         health = history.health(recipe.placed_fold.ep)
         assert health is not None, "the history has loads"
-        return cls(path.name, history, recipe, health, steps)
+        routes = summary(Recorded(run, _FIELD), recipe.placed_fold) if (path / FOLDER / ABOUT).exists() else None
+        return cls(path.name, history, recipe, health, steps, routes)
 
     def draw(self, path: Path) -> None:
         """Draw the page of pictures into a PNG."""
@@ -229,6 +234,7 @@ class RunHealth:
                 "dead": int(health.dead.max()),
                 "starved": int(health.starved.max()),
             },
+            "routes": self.routes,
         }
 
     def text(self) -> str:
@@ -241,7 +247,17 @@ class RunHealth:
         for row in [*balance["layers"], {"layer": "worst", **balance["worst"]}]:
             ratios = f"{row['max_over_mean']:.2f}", f"{row['rank_max_over_mean']:.2f}", f"{row['entropy']:.4f}"
             table.add_row(str(row["layer"]), *ratios, str(row["dead"]), str(row["starved"]))
-        return "\n".join([head, "", *_lines(table, Console()), "", _EXPERTS_LEGEND])
+        return "\n".join([head, "", *_lines(table, Console()), "", _EXPERTS_LEGEND, *self._routes_text()])
+
+    def _routes_text(self) -> list[str]:
+        if self.routes is None:
+            return []
+        median, most, highest = self.routes["overload"]
+        over = f"fullest rank over the mean: median {median:.2f}, 95 % below {most:.2f}, at most {highest:.2f}"
+        return [
+            "",
+            f"recorded routes of {self.routes['steps']} steps: {over}; {self.routes['stays']:.0%} of the rows stay on their rank",
+        ]
 
 
 def _with_file(run: str, file: str) -> Path:

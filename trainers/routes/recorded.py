@@ -77,6 +77,15 @@ class Recorded:
         files = [file for ranks in self._attempts.values() for files in ranks.values() for file in files]
         return sorted({int(step) for file in files for step in self._steps_in(file)})
 
+    @property
+    def sampled(self) -> list[int]:
+        """At most `_SAMPLED` of these steps, evenly over all of them."""
+        return self.steps[:: max(1, -(-len(self.steps) // _SAMPLED))]
+
+    def ranks(self, step: int) -> list[int]:
+        """Return the ranks that have files of a step, in the order of `counts`."""
+        return [file.rank for file in self._files(step)]
+
     def counts(self, step: int) -> np.ndarray:
         """Return the assignments of each rank's tokens in a step: int64 [R, M, E]. Blocks of other ranks have zeros."""
         files = self._files(step)
@@ -121,8 +130,7 @@ class Recorded:
         load, among all blocks of at most `_SAMPLED` steps."""
         if not self.steps:
             raise UserError(self.field, self.run, "has no recorded step yet")
-        sampled = self.steps[:: -(-len(self.steps) // _SAMPLED)]
-        load_NE = np.concatenate([self.counts(step).sum(axis=0) for step in sampled]).astype(np.float64)
+        load_NE = np.concatenate([self.counts(step).sum(axis=0) for step in self.sampled]).astype(np.float64)
         load_NE = load_NE[load_NE.sum(axis=1) > 0]
         shares_NE = load_NE * self.about.topk / load_NE.sum(axis=1, keepdims=True)
         return tuple(np.minimum(shares_NE[np.argsort(shares_NE.max(axis=1))[len(shares_NE) // 2]], 1.0).tolist())

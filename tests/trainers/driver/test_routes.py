@@ -95,6 +95,17 @@ def test_a_model_without_experts_has_no_routes(tmp_path: Path, key: str, capsys:
     assert f"routes.{key}={value}: needs a model with experts" in capsys.readouterr().err
 
 
+def test_health_sums_them_up(recorded: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(recorded.run.folder.path)
+    assert main(["health", run, "--json"]) == 0
+    routes = json.loads(capsys.readouterr().out)["routes"]
+    assert routes["steps"] == _STEPS
+    assert routes["overload"] == [1.0, 1.0, 1.0]  # the last fold has all experts on each rank, so all rows stay
+    assert routes["stays"] == 1.0
+    assert main(["health", run]) == 0
+    assert "recorded routes of 6 steps: fullest rank over the mean: median 1.00" in capsys.readouterr().out
+
+
 def test_plan_and_bench_take_recorded_shares(recorded: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(recorded.run.folder.path)
     sizes = ["model.experts=4", "model.topk=2", "data.seq_len=32", "training.global_batch=8", "cluster.workers=2", "fold.ep=2"]

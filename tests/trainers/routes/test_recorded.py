@@ -14,10 +14,12 @@ import torch
 
 from foldray.blueprint import rank_shares
 from foldray.errors import UserError
+from foldray.fold import Fold
 from foldray.recipe import Recipe
 from trainers.folders import Folder
 from trainers.routes.files import ABOUT, About, FileName, bytes_of_counts, bytes_of_tokens, told_of_routes
 from trainers.routes.recorded import Recorded
+from trainers.routes.summary import summary
 from trainers.routes.writing import RouteWriter
 
 SMALL: dict[str, Any] = {
@@ -199,3 +201,16 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     writer.add(1, (1, 3), torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(OSError, match="No space left"):
         writer.close()
+
+
+def test_a_summary_over_ranks(tmp_path: Path) -> None:
+    """Of two ranks with two experts each, the first one's tokens all go to expert 0, the second one's to expert 3 and 1."""
+    folder = Folder(str(tmp_path / "routes"))
+    folder.write(ABOUT, ABOUT_ALL.model_dump_json().encode())
+    assert summary(Recorded(str(tmp_path), "RUN"), Fold(2, ep=2)) is None
+    for rank, counts in enumerate(([[8, 0, 0, 0]] * 2, [[0, 2, 0, 6]] * 2)):
+        writer = RouteWriter(folder, rank, 1000, ABOUT_ALL)
+        writer.add(1, (1, 3), torch.tensor(counts))
+        writer.close()
+    found = summary(Recorded(str(tmp_path), "RUN"), Fold(2, ep=2))
+    assert found == {"steps": 1, "overload": [10 / 8] * 3, "stays": pytest.approx((8 + 6) / 16)}
