@@ -73,12 +73,14 @@ def test_with_another_rate_routers_would_choose_others(storage: Path, recorded: 
         ({"training": {"seed": 1}}, r"has routes of a training with another training\.seed \(0 there, 1 here\)"),
         ({"training": {"global_batch": 4}}, r"another training\.global_batch \(8 there, 4 here\)"),
         ({"data": {"seq_len": 16}}, r"another data\.seq_len \(32 there, 16 here\)"),
-        ({"data": {"validation": {"fraction": 0.2}}}, "another section data"),
+        ({"data": {"path": "{storage}/texts/[01].txt"}}, "another section data"),
         ({"model": {"topk": 1}}, r"another model\.topk \(2 there, 1 here\)"),
     ],
     ids=str,
 )
 def test_routes_of_another_training_are_one_line(storage: Path, recorded: FoldTrainer, change: dict[str, Any], line: str) -> None:
+    if "path" in change.get("data", {}):
+        change = {"data": {"path": change["data"]["path"].format(storage=storage)}}
     with pytest.raises(UserError, match=line):
         fit(routed(storage, routes={"replay": str(recorded.run.folder.path)}, **change))
 
@@ -91,7 +93,7 @@ def test_a_run_without_routes_is_refused_before_ray(storage: Path, tmp_path: Pat
 @pytest.mark.parametrize("key", ["record", "record_tokens", "replay"])
 def test_a_model_without_experts_has_no_routes(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     value = "nowhere" if key == "replay" else "1"
-    assert main(["train", "quickstart", "model.moe_every=0", f"routes.{key}={value}"]) == 2
+    assert main(["train", "quickstart", "model.dense_first=4", f"routes.{key}={value}"]) == 2
     assert f"routes.{key}={value}: needs a model with experts" in capsys.readouterr().err
 
 
@@ -100,23 +102,25 @@ def test_health_sums_them_up(recorded: FoldTrainer, capsys: pytest.CaptureFixtur
     assert main(["health", run, "--json"]) == 0
     routes = json.loads(capsys.readouterr().out)["routes"]
     assert routes["steps"] == _STEPS
-    assert routes["overload"] == [1.0, 1.0, 1.0]  # the last fold has all experts on each rank, so all rows stay
-    assert routes["stays"] == 1.0
+    assert 1 <= routes["overload"][0] <= routes["overload"][1] <= routes["overload"][2] <= 2
+    assert 0 < routes["stays"] < 1
     assert main(["health", run]) == 0
-    assert "recorded routes of 6 steps: fullest rank over the mean: median 1.00" in capsys.readouterr().out
+    assert (
+        f"recorded routes of 6 steps: fullest rank over the mean: median {routes['overload'][0]:.2f}" in capsys.readouterr().out
+    )
 
 
 def test_plan_and_bench_take_recorded_shares(recorded: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(recorded.run.folder.path)
-    sizes = ["model.experts=4", "model.topk=2", "data.seq_len=32", "training.global_batch=8", "cluster.workers=2", "fold.ep=2"]
+    sizes = ["model.experts=4", "model.topk=2", "data.seq_len=32", "training.micro_batch=4", "cluster.workers=2", "fold.ep=2"]
     assert main(["bench", "quickstart", *sizes, "--routes", run, "--rounds", "1", "--json"]) == 0
     even, uneven = json.loads(capsys.readouterr().out)["results"]
     assert (even["pattern"], uneven["pattern"], uneven["skew"]) == ("0", "recorded", None)
     assert uneven["overload"] > even["overload"]
-    assert main(["plan", "quickstart", *sizes, "--cluster", "h100", "--routes", run, "--json"]) == 0
-    steps = [json.loads(capsys.readouterr().out)["plans"][0]["step_time_s"]]
-    assert main(["plan", "quickstart", *sizes, "--cluster", "h100", "--json"]) == 0
-    steps.append(json.loads(capsys.readouterr().out)["plans"][0]["step_time_s"])
+    assert main(["plan", "quickstart", *sizes, "--cluster", "h100", "--ep", "2", "--routes", run, "--json"]) == 0
+    steps = [json.loads(capsys.readouterr().out)["candidates"][0]["step_time_s"]]
+    assert main(["plan", "quickstart", *sizes, "--cluster", "h100", "--ep", "2", "--json"]) == 0
+    steps.append(json.loads(capsys.readouterr().out)["candidates"][0]["step_time_s"])
     assert steps[0] > steps[1]
     assert main(["plan", "quickstart", "--cluster", "h100", "--routes", run]) == 2
     assert "model.router.shares=4 shares with the sum 2: must have a share for each of 8 experts" in capsys.readouterr().err
