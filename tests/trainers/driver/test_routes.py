@@ -110,6 +110,7 @@ def test_health_sums_them_up(recorded: FoldTrainer, capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.nightly("starts ranks")
 def test_plan_and_bench_take_recorded_shares(recorded: FoldTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(recorded.run.folder.path)
     sizes = ["model.experts=4", "model.topk=2", "data.seq_len=32", "training.micro_batch=4", "cluster.workers=2", "fold.ep=2"]
