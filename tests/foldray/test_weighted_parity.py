@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foldray.model import IGNORED
+from foldray.model import IGNORED, Batch
 from tests.foldray.parity import BATCH, check_equal, engine_on, gradients, make_recipe, one_process, own_batches, train
 from tests.foldray.test_replay_parity import CASES, FOLDS, SCHEDULES
 
@@ -84,3 +84,12 @@ def test_log_probs_of_every_fold(ranks, workers: int, fold: dict[str, int], sche
             first = (m * recipe.placed_fold.dp + place) * size
             whole_BL[first : first + size] += part
     torch.testing.assert_close(whole_BL, expected_BL, atol=1e-10, rtol=0)
+
+
+def test_a_further_token_has_the_weight_that_it_has_as_the_next_one() -> None:
+    token_BL, weight_BL = torch.arange(12).view(2, 6), torch.arange(12.0).view(2, 6)
+    batch = Batch(token_BL, token_BL + 1, weight_BL=weight_BL)
+    assert torch.equal(batch.weight(), weight_BL)
+    for depth in (1, 2):
+        counts_BL = batch.target(depth) != IGNORED
+        assert torch.equal(batch.weight(depth)[counts_BL], (batch.target(depth) - 1).double()[counts_BL].to(weight_BL))
