@@ -15,7 +15,7 @@ from foldray.blueprint.parameters import (
     parameter_table,
 )
 from foldray.blueprint.presets import PRESETS
-from foldray.blueprint.sections import RopeScaling, RouterSpec, Strict
+from foldray.blueprint.sections import BalanceScope, BiasUpdate, RopeScaling, RouterSpec, Strict
 from foldray.blueprint.skew import (
     expert_shares,
     overload,

@@ -150,6 +150,10 @@ class AdapterSpec(Strict):
         return self.alpha / self.rank
 
 
+BalanceScope = Literal["sequence", "batch", "global_batch"]
+BiasUpdate = Literal["sign", "centered", "proportional"]
+
+
 class RouterSpec(Strict):
     """How the router chooses experts for a token, and what keeps the experts evenly used."""
 
@@ -171,8 +175,13 @@ class RouterSpec(Strict):
     topk_groups: Experts = 1
     """Groups that a token chooses its experts from."""
     balance_loss: NonNegativeFloat = 0.01
-    """Weight of the balance loss (Switch, GShard), per sequence. A larger weight spreads tokens
-    more evenly, which makes the busiest worker faster. 0 turns it off."""
+    """Weight of the balance loss (Switch, GShard). A larger weight spreads tokens more evenly, which
+    makes the busiest worker faster. 0 turns it off."""
+    balance_scope: BalanceScope = "sequence"
+    """Tokens whose assignments the balance loss counts: those of each sequence, those of the
+    micro-batches with the same number on all workers (`batch`), or those of the optimizer step
+    before (`global_batch`, arXiv:2501.11873). A wider scope lets experts specialise in kinds of
+    text."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the router's z-loss, which keeps its logits small. 0 turns it off."""
     logit_bias: bool = False
@@ -183,6 +192,10 @@ class RouterSpec(Strict):
     bias_rate: NonNegativeFloat = 0.0
     """Change per optimizer step of the bias that balances experts without a loss. It needs `score:
     sigmoid` or `selection_bias`. 0 turns it off."""
+    bias_update: BiasUpdate = "sign"
+    """How the bias of an expert moves: by the rate, whatever the expert lacks (`sign`, DeepSeek-V3);
+    likewise, but so that the mean of all biases stays (`centered`); or by the rate times what it
+    lacks, over the even share (`proportional`, arXiv:2408.15664)."""
     capacity_factor: Annotated[float, Field(gt=0, le=MOST_EXPERTS)] | None = None
     """Tokens that an expert takes of a sequence, over its even share; it drops further tokens. A
     lower factor bounds the time and memory of the busiest expert. Null drops no token."""
@@ -219,6 +232,10 @@ def check_router(router: RouterSpec, experts: int, topk: int) -> None:
         raise UserError("model.router.selection_bias", True, "needs score=sigmoid or softmax=before_topk", [False])
     if router.bias_rate and router.score != "sigmoid" and not router.selection_bias:
         raise UserError("model.router.bias_rate", router.bias_rate, "needs score=sigmoid or selection_bias=true", [0])
+    if router.balance_scope != "sequence" and not router.balance_loss:
+        raise UserError("model.router.balance_scope", router.balance_scope, "needs balance_loss above 0", ["sequence"])
+    if router.bias_update != "sign" and not router.bias_rate:
+        raise UserError("model.router.bias_update", router.bias_update, "needs bias_rate above 0", ["sign"])
     if router.normalize and router.score == "softmax" and router.softmax == "after_topk":
         raise UserError("model.router.normalize", True, "a softmax after top-k sums to one already", [False])
     if router.drop_scope == "sequence" and router.capacity_factor is None:

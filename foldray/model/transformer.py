@@ -169,13 +169,19 @@ class Transformer(nn.Module):
         return losses._replace(further_tokens_D=torch.stack(further)) if further else losses
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
-        """Move the routers' selection biases, by the assignments of an optimizer step on all ranks (`Router.update_bias`)."""
+        """Give the routers the assignments of an optimizer step on all ranks, which move their biases (`Router.update`)."""
         for layer, router in self.routers():
-            router.update_bias(count_ME[self.spec.moe_layers.index(layer)])
+            router.update(count_ME[self.spec.moe_layers.index(layer)])
 
     def biases(self) -> dict[str, torch.Tensor]:
         """Return the routers' selection biases [E] by global name."""
         return {f"blocks.{layer}.moe.router.bias": router.bias for layer, router in self.routers()}
+
+    def frequencies(self) -> dict[str, torch.Tensor]:
+        """Return the routers' frequencies of the last step [E] by global name, if the balance loss takes them."""
+        if self.spec.router.balance_scope != "global_batch":
+            return {}
+        return {f"blocks.{layer}.moe.router.frequency": router.frequency for layer, router in self.routers()}
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters that training changes, with their names. With adapters, these are theirs alone."""

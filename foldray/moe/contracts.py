@@ -32,7 +32,8 @@ from foldray.comm import Pending, mirrored_together
 from foldray.kernels.autograd import ByHand
 from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.transfer import start_reading
-from foldray.moe.router import Balance, Router, Routing, TokenPiece
+from foldray.moe.balance import Balance
+from foldray.moe.router import Router, Routing, TokenPiece
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 Rows = Sequence[torch.Tensor]
@@ -250,7 +251,7 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor, expert_TK: torch.Tensor | None 
     y_TH = layer.combine_postprocess(y_NH, sent, routing.weight_TK)
     y_BSH = y_TH.to(h_BSH.dtype).view_as(h_BSH)
     y_BSH = y_BSH if layer.shared is None else y_BSH + layer.shared(h_BSH)
-    return y_BSH, routing.tally.balance(layer.router.sequences, h_BSH.shape[1])
+    return y_BSH, layer.router.balance(routing.tally, h_BSH.shape[1])
 
 
 def dispatch(exchange: Exchange, rows: Rows, sent: Sent, received: Received) -> Rows:

@@ -24,10 +24,11 @@ from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.experts import Biases, Kind, expert_ffn, expert_ffn_by_hand
 from foldray.kernels.lora import ExpertAdapters, adapted_ffn, adapted_ffn_by_hand
 from foldray.kernels.permutation import combine, combine_by_hand, pad_by_expert, permute, sort_by_expert
+from foldray.moe.balance import Balance
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.exchange import WIRES, AllToAll, Wire
 from foldray.moe.once import InsideNode, OncePerRank
-from foldray.moe.router import Balance, Gate, Router, Routing, TokenPiece
+from foldray.moe.router import Gate, Router, Routing, TokenPiece
 
 
 class TorchPermutation:

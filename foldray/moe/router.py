@@ -3,149 +3,27 @@
 Everything here runs in float32, or in the model's type if that is wider. The balance loss and full-sequence dropping need whole
 sequences, of which each rank holds a piece (`Sequences`).
 
-Legend: T = B·s tokens (s positions of each of B sequences), L positions of a whole sequence, R ranks that share it (TP×CP), H
-hidden, E experts, K experts per token.
+Legend: T = B·s tokens (s positions of each of B sequences), L positions of a whole sequence, H hidden, E experts, K experts per
+token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from foldray.blueprint import Layout, ModelSpec, RouterSpec, pattern_shares
+from foldray.blueprint import ModelSpec, RouterSpec, pattern_shares
 from foldray.comm import Groups
 from foldray.kernels import routing
 from foldray.kernels.autograd import at_least_float32, wide_product
 from foldray.kernels.capacity import capacity, keep_within
-from foldray.kernels.transfer import to_device
+from foldray.moe.balance import Balance, Sequences, Tally, bias_change, frequencies
 from foldray.moe.pattern import Pattern
-
-
-class Sequences:
-    """The ranks that share this rank's sequences, and the positions that each of them holds."""
-
-    def __init__(self, groups: Groups):
-        fold = groups.fold
-        self.communicator, self.tp = groups.sequence, fold.tp
-        places = (fold.attention.coordinate(rank) for rank in self.communicator.ranks)
-        self._layouts = [Layout(fold.cp, fold.tp, place["cp"], place["tp"]) for place in places]
-        self._made: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # by length of whole sequences
-
-    @property
-    def ranks(self) -> int:
-        return self.communicator.size
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of x over the ranks."""
-        return self.communicator.all_reduce(x.clone()) if self.ranks > 1 else x
-
-    def whole(self, x_BsK: torch.Tensor) -> torch.Tensor:
-        """Gather the pieces of all ranks to whole sequences, in the order of positions: [B, s, K] → [B, L, K]."""
-        if self.ranks == 1:
-            return x_BsK
-        pieces_RBsK = self.communicator.all_gather(x_BsK).view(self.ranks, *x_BsK.shape)
-        held_BLK = pieces_RBsK.movedim(0, 1).flatten(1, 2)
-        _, order_L = self._positions(held_BLK)
-        return held_BLK[:, order_L]
-
-    def own(self, x_BLK: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of whole sequences: [B, L, K] → [B, s, K]."""
-        return x_BLK if self.ranks == 1 else x_BLK[:, self._positions(x_BLK)[0]]
-
-    def _positions(self, x_BLK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions that this rank holds, and of each position the index among those of all ranks in turn."""
-        length, device = x_BLK.shape[1], x_BLK.device
-        if (length, device) not in self._made:
-            held_RL = to_device([layout.piece(length) for layout in self._layouts], device, torch.int64)
-            self._made[length, device] = held_RL[self.communicator.index], torch.argsort(held_RL.flatten())
-        return self._made[length, device]
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Sums over pieces of one micro-batch in one MoE layer. `+` joins the sums of different pieces.
-
-    Args:
-        count_BE: this rank's assignments per sequence and expert before dropping, int64.
-        score_BE: this rank's scores (`router.scores`) per sequence and expert, summed over tokens.
-        z: squared log-sum-exp of the logits, summed over this rank's tokens, scalar.
-        dropped: number of this rank's dropped assignments, int64 scalar.
-        competed_BE: assignments that competed for capacity, kept or dropped, int64. They are those of the whole sequences
-            with `drop_scope: sequence`, else this rank's. None if pieces do not compete with each other.
-    """
-
-    count_BE: torch.Tensor
-    score_BE: torch.Tensor
-    z: torch.Tensor
-    dropped: torch.Tensor
-    competed_BE: torch.Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The arguments of `Tally`."""
-        sums = (self.count_BE, self.score_BE, self.z, self.dropped)
-        return sums if self.competed_BE is None else (*sums, self.competed_BE)
-
-    def __add__(self, other: Tally) -> Tally:
-        competed_BE = None
-        if self.competed_BE is not None and other.competed_BE is not None:
-            competed_BE = self.competed_BE + other.competed_BE
-        return Tally(
-            self.count_BE + other.count_BE,
-            self.score_BE + other.score_BE,
-            self.z + other.z,
-            self.dropped + other.dropped,
-            competed_BE,
-        )
-
-    def detach(self) -> Tally:
-        return replace(self, score_BE=self.score_BE.detach(), z=self.z.detach())
-
-    def balance(self, sequences: Sequences, tokens: int) -> Balance:
-        """Return the balance of the whole sequences, once this tally has all pieces: `tokens` of each sequence on this rank.
-
-        All ranks that hold a piece of the sequences must call this.
-        """
-        count_BE = sequences.sum(self.count_BE).to(self.score_BE.dtype)
-        return Balance(self, count_BE / count_BE.sum(-1, keepdim=True), tokens * sequences.ranks)
-
-
-@dataclass(frozen=True)
-class Balance:
-    """How evenly a layer uses its experts: each expert's share of the assignments of a whole sequence of `length` tokens (the
-    shares of a sequence sum to 1), and the sums over this rank's pieces.
-    """
-
-    tally: Tally
-    share_BE: torch.Tensor
-    length: int
-
-    def slopes(self) -> tuple[torch.Tensor, float]:
-        """Return the derivatives of the balance loss by score_BE [B, E], and of the z-loss by z.
-
-        The balance loss of a sequence is E · Σ_e f_e · P_e, where f_e is an expert's share of the sequence's assignments and
-        P_e its mean score (Switch Transformer, equation 4). It is 1 if all experts are used evenly. The shares are those of
-        whole sequences, so the loss depends neither on the fold, nor on the micro-batch, nor on pieces. The z-loss of a
-        sequence is the mean of the squared log-sum-exp over its tokens (ST-MoE, Zoph et al. 2022). Both losses are summed
-        over sequences.
-        """
-        return self.share_BE * (self.share_BE.shape[1] / self.length), 1 / self.length
-
-    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's contributions to the balance loss and to the z-loss, summed over sequences: two scalars."""
-        slope_BE, slope = self.slopes()
-        return (slope_BE * self.tally.score_BE).sum(), self.tally.z * slope
-
-    def objective(self, spec: RouterSpec) -> torch.Tensor:
-        """Return the weighted sum of both losses, scalar."""
-        balance, z = self.losses()
-        return spec.balance_loss * balance + spec.z_loss * z
-
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
 Gate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -193,7 +71,8 @@ class Router(nn.Module):
     """Scores, top-k, dropping and balance terms of one MoE layer.
 
     `bias` [E] is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). It changes which experts
-    are chosen, but not their weights. `update_bias` moves it once per optimizer step.
+    are chosen, but not their weights. `frequency` [E] is each expert's share of the assignments of the last optimizer step,
+    before dropping; 1/E before the first step. `update` changes both once per optimizer step.
 
     Attributes:
         pattern: chooses the experts instead of the gate, for measurements; None for the gate.
@@ -208,7 +87,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.hidden, model.experts))
         self.logit_bias = nn.Parameter(self.weight.new_empty(model.experts)) if model.router.logit_bias else None
         self.bias: torch.Tensor
-        self.register_buffer("bias", torch.zeros(model.experts, dtype=at_least_float32(self.weight)))
+        self.frequency: torch.Tensor
+        wide = at_least_float32(self.weight)
+        self.register_buffer("bias", torch.zeros(model.experts, dtype=wide))
+        self.register_buffer("frequency", torch.full_like(self.bias, 1 / model.experts))
 
     def forward(self, x_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
@@ -253,7 +135,15 @@ class Router(nn.Module):
     def whole(self, x_TH: torch.Tensor, sequences: int) -> tuple[Routing, Balance]:
         """Route a micro-batch in one piece. The balance carries gradients."""
         routing = self(x_TH, TokenPiece(sequences))
-        return routing, routing.tally.balance(self.sequences, x_TH.shape[0] // max(sequences, 1))
+        return routing, self.balance(routing.tally, x_TH.shape[0] // max(sequences, 1))
+
+    def balance(self, tally: Tally, tokens: int) -> Balance:
+        """Return the balance of a micro-batch whose tally has all pieces: `tokens` of each sequence on this rank.
+
+        All ranks that `frequencies` names must call this.
+        """
+        share_BE = frequencies(tally, self.sequences, self.spec.balance_scope, self.frequency)
+        return Balance(tally, share_BE, tokens * self.sequences.ranks)
 
     def _keep(
         self, expert_TK: torch.Tensor, score_TK: torch.Tensor, sequences: int, length: int, before: Tally | None
@@ -279,11 +169,16 @@ class Router(nn.Module):
         return keep_TK, min(limit, piece_length) * sequences, competed_BE
 
     @torch.no_grad()
-    def update_bias(self, count_E: torch.Tensor) -> None:
-        """Move the bias by `bias_rate` towards an even use of the experts, by the assignments of a step on all ranks."""
+    def update(self, count_E: torch.Tensor) -> None:
+        """Take the assignments of an optimizer step on all ranks, before dropping. A step without any leaves no frequencies."""
+        count_E = count_E.to(self.bias)
+        self.frequency.copy_(count_E / count_E.sum().clamp_min(1))
         if self.spec.bias_rate:
-            count_E = count_E.to(self.bias.dtype)
-            self.bias += self.spec.bias_rate * torch.sign(count_E.mean() - count_E)
+            self.update_bias(count_E)
+
+    def update_bias(self, count_E: torch.Tensor) -> None:
+        """Move the bias towards an even use of the experts, by its rate and rule."""
+        self.bias += self.spec.bias_rate * bias_change(count_E, self.spec.bias_update)
 
 
 class TopKGate:

@@ -218,6 +218,9 @@ class Description(Strict):
         if self.training.micro_batch % ordering.batch_degree:
             rule = f"has {ordering.batch_degree} parts along the batch; this number must divide training.micro_batch"
             raise UserError("schedule", name, rule, divisors(self.training.micro_batch))
+        if ordering.batch_degree > 1 and self.model.router.balance_scope == "batch":
+            rule = "has parts along the batch, and model.router.balance_scope=batch counts whole micro-batches"
+            raise UserError("schedule", name, rule)
         if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != ordering.reduction.kind:
             rule = "reduces gradients within the step; with DeepSpeed this needs schedule.reduction=chunks or buckets"
             raise UserError("schedule", name, rule)

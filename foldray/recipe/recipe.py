@@ -145,6 +145,9 @@ def _check_schedule(recipe: Description) -> None:
     if recipe.training.micro_batch % schedule.batch_degree:
         rule = f"must divide training.micro_batch={recipe.training.micro_batch}, which it cuts"
         raise UserError("schedule.batch_degree", schedule.batch_degree, rule, divisors(recipe.training.micro_batch))
+    if schedule.batch_degree > 1 and recipe.model.router.balance_scope == "batch":
+        rule = "cuts micro-batches, and model.router.balance_scope=batch counts whole ones"
+        raise UserError("schedule.batch_degree", schedule.batch_degree, rule, [1])
     if schedule.sp_bytes is not None and schedule.reduction == "end":
         rule = "has no meaning with reduction=end, which reduces whole buffers"
         raise UserError("schedule.sp_bytes", schedule.sp_bytes, rule, ["null"])

@@ -27,7 +27,8 @@ from foldray.recipe.bounds import (
 class FoldSpec(Strict):
     """Parallel sizes. The sizes dp and edp follow from the number of workers.
 
-    No size changes the results beyond rounding, unless experts drop tokens (`model.router.drop_scope`).
+    No size changes the results beyond rounding, unless experts drop tokens (`model.router.drop_scope`) or the balance loss counts
+    batches (`model.router.balance_scope`).
     """
 
     tp: Workers = 1

@@ -231,6 +231,7 @@ def shards_of(
             in any shape, and the number of its first element. "step" is a scalar.
     """
     shards = [Shard.whole(f"model/{name}", bias) for name, bias in model.biases().items()]
+    shards += [Shard.whole(f"model/{name}", shares, optional=True) for name, shares in model.frequencies().items()]
     for parameter, key, pattern, parts in tensors_of(model, optimizer):
         values, start = held(parameter, key)
         for name, index in parts:
@@ -258,8 +259,8 @@ def engine_state(
 ) -> State:
     """Return the state of an engine by global name.
 
-    The keys are `model/NAME` for weights and router biases, and `optimizer/NAME/KEY`. The name of an expert's parameter has
-    the expert's global id.
+    The keys are `model/NAME` for weights and for what routers keep from step to step, and `optimizer/NAME/KEY`. The name of an
+    expert's parameter has the expert's global id.
 
     Args:
         weight: parameter → its weights in the optimizer's precision.
@@ -270,4 +271,4 @@ def engine_state(
         tensor = weight(parameter) if key is None else remembered(parameter, key)
         for name, index in parts:
             state[pattern.format(name)] = tensor if tensor.dim() == 0 else tensor[index]
-    return state | {f"model/{name}": bias for name, bias in model.biases().items()}
+    return state | {f"model/{name}": tensor for name, tensor in (model.biases() | model.frequencies()).items()}

@@ -261,7 +261,7 @@ class MicroBatch(MicroBatchState):
         if op.part < self.graph.slicing.degree - 1:
             self._tallies[op.layer] = tally
         else:
-            self._balances[op.layer] = tally.balance(layer.router.sequences, length)
+            self._balances[op.layer] = layer.router.balance(tally, length)
             self.losses = self.model.with_router(self.losses, op.layer, self._balances[op.layer])
         return leaving, kept, z_BsH.detach()
 

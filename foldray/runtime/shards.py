@@ -25,17 +25,19 @@ class Shard:
         key: the global name of the tensor (`Engine.state`).
         tensor: the values of the box. The engine trains with them, so they change at the next update.
         offset: first index of the box on each axis.
+        optional: whether a training may go on without it, from the values that are there.
     """
 
     key: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    optional: bool = False
 
     @classmethod
-    def whole(cls, key: str, tensor: torch.Tensor) -> Shard:
+    def whole(cls, key: str, tensor: torch.Tensor, optional: bool = False) -> Shard:
         """Return a shard that is the whole tensor."""
-        return cls(key, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        return cls(key, tensor, tuple(tensor.shape), (0,) * tensor.dim(), optional)
 
     @property
     def box(self) -> tuple[slice, ...]:

@@ -199,13 +199,16 @@ def gradients(engine: Any) -> dict[str, Held]:
 def one_process(recipe: Recipe, **options: Any) -> dict[str, Any]:
     """Train the same recipe on one rank, with the torch engine and experts in a loop. Equal trainings run once."""
     sections = recipe.model_dump_json(include={"model", "optimizer", "precision"})
-    return _one_process(sections, recipe.training.steps, **options)
+    together = recipe.placed_fold.dp * recipe.training.micro_batch  # sequences that a balance loss over batches counts together
+    size = together if recipe.model.router.balance_scope == "batch" else BATCH
+    return _one_process(sections, recipe.training.steps, size, **options)
 
 
 @cache
-def _one_process(sections: str, total: int, **options: Any) -> dict[str, Any]:
-    training = {"micro_batch": BATCH, "steps": total}
-    return train(0, make_recipe(1, **json.loads(sections), training=training, moe={"experts": "loop"}), **options)
+def _one_process(sections: str, total: int, size: int, **options: Any) -> dict[str, Any]:
+    training, cluster = {"micro_batch": size, "steps": total}, {"min_workers": 1}  # the last micro-batch may be smaller
+    recipe = make_recipe(1, **json.loads(sections), training=training, cluster=cluster, moe={"experts": "loop"})
+    return train(0, recipe, **options)
 
 
 def check_equal(

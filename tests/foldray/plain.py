@@ -36,9 +36,9 @@ def wide_iteration() -> AbstractContextManager:
 
 
 class Router(NamedTuple):
-    """The balance loss and z-loss of a sequence in a MoE block, and how many of its tokens chose each expert."""
+    """Mean scores of a sequence in a MoE block, its z-loss, and how many of its tokens chose each expert."""
 
-    balance: Tensor
+    probability_E: Tensor
     z: Tensor
     count_E: Tensor
 
@@ -50,6 +50,7 @@ class Plain:
         self.recipe, self.model = recipe, recipe.model
         self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         self.biases = {layer: torch.zeros(self.model.experts, dtype=torch.float64) for layer in self.model.moe_layers}
+        self.counts = {layer: torch.ones_like(bias) for layer, bias in self.biases.items()}  # of the last step
         spec, weights = recipe.optimizer, self.weights
         self.turned = {
             name: turned(weight) for name, weight in weights.items() if spec.kind == "muon" and is_hidden(name, weight)
@@ -67,7 +68,10 @@ class Plain:
             self.optimizers.append(torch.optim.Muon(list(self.turned.values()), lr=spec.lr, **keys))
 
     def step(self, token_BL: Tensor, target_BL: Tensor, segment_BL: Tensor | None) -> dict[str, Any]:
-        """Update the weights on these sequences. Return the mean losses, and the gradient's norm before clipping."""
+        """Update the weights on these sequences. Return the mean losses, and the gradient's norm before clipping.
+
+        They come in the order of the numbers of their micro-batches.
+        """
         model, sequences = self.model, len(token_BL)
         sums = [torch.zeros((), dtype=torch.float64) for _ in range(model.mtp_depth + 1)]
         counts = [0] * len(sums)
@@ -81,7 +85,7 @@ class Plain:
                         sums[depth] = sums[depth] + logits_V.logsumexp(0) - logits_V[target]
                         counts[depth] += 1
         language, *further = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
-        balance = sum(router.balance for rows in routers.values() for router in rows)
+        balance = sum(self._balance(layer, rows) for layer, rows in routers.items())
         z = sum(router.z for rows in routers.values() for router in rows)
         objective = language + (model.router.balance_loss * balance + model.router.z_loss * z) / sequences
         for loss in further:
@@ -100,12 +104,28 @@ class Plain:
             for optimizer in self.optimizers:
                 optimizer.step()
         for layer, rows in routers.items():
-            count_E = torch.stack([router.count_E for router in rows]).sum(0)
-            self.biases[layer] += model.router.bias_rate * torch.sign(count_E.mean() - count_E)
+            self.counts[layer] = count_E = torch.stack([router.count_E for router in rows]).sum(0)
+            lacks_E = count_E.mean() - count_E
+            moves_E = lacks_E / count_E.mean() if model.router.bias_update == "proportional" else torch.sign(lacks_E)
+            moves_E = moves_E - moves_E.mean() if model.router.bias_update == "centered" else moves_E
+            self.biases[layer] += model.router.bias_rate * moves_E
         blocks = max(1, len(routers))
         means = [language, balance / sequences / blocks, z / sequences / blocks]
         means += [sum(further) / len(further)] if further else []
         return {"losses": [float(torch.as_tensor(mean).detach()) for mean in means], "norm": float(norm)}
+
+    def _balance(self, layer: int, rows: list[Router]) -> Tensor:
+        """Return the balance losses of all sequences, summed."""
+        scope, experts, total = self.model.router.balance_scope, self.model.experts, torch.zeros((), dtype=torch.float64)
+        together = self.recipe.placed_fold.dp * self.recipe.training.micro_batch
+        for number, router in enumerate(rows):
+            counted = {"sequence": [router], "batch": rows[number // together * together :][:together]}
+            count_E = sum(each.count_E for each in counted[scope]) if scope in counted else self.counts[layer]
+            total = total + experts * sum(
+                float(count) / float(count_E.sum()) * probability
+                for count, probability in zip(count_E, router.probability_E, strict=True)
+            )
+        return total
 
     def _logits(self, token_L: Tensor, segment_L: Tensor | None, routers: dict[int, list[Router]]) -> list[Tensor]:
         """Return the logits of the next token and of each further one."""
@@ -364,9 +384,8 @@ class Plain:
                 shared[0] = shared[0] * torch.sigmoid(h_LH[token] @ self.weights[f"{name}.moe.shared.output_gate"])
             rows.append(sum([*parts, *shared], start=torch.zeros_like(h_LH[token])))
         probability_LE = score_LE / score_LE.sum(-1, keepdim=True)
-        balance = experts * (count_E / count_E.sum() * probability_LE.mean(0)).sum()
         z = logits_LE.logsumexp(-1).square().mean()
-        return torch.stack(rows), Router(balance, z, count_E)
+        return torch.stack(rows), Router(probability_LE.mean(0), z, count_E)
 
     def _in_best_groups(self, score_LE: Tensor) -> Tensor:
         spec, found = self.model.router, score_LE.clone()

@@ -160,6 +160,11 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
     router["bias_rate"] = chance.choice([0.0, 0.05]) if score == "sigmoid" or router["selection_bias"] else 0.0
     if capacity is not None:
         router |= {"drop": chance.choice(["probability", "position"]), "drop_scope": "sequence", "pad": chance.random() < 0.5}
+    own = random.Random(repr(router))  # the keys that follow change no draw
+    if router["balance_loss"]:
+        router["balance_scope"] = own.choice(["sequence", "batch", "global_batch"])
+    if router["bias_rate"]:
+        router["bias_update"] = own.choice(["sign", "centered", "proportional"])
     shared, latent = chance.choice([0, 8]), chance.random() < 0.25
     if (experts > 2 and softmax == "before_topk") or score == "sigmoid":
         router["groups"] = chance.choice([1, 1, 2])

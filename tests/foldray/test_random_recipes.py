@@ -31,7 +31,8 @@ def reference(case: Case, steps: int) -> dict[str, Any]:
     plain, losses, norms = Plain(recipe, drawn), [], []
     dp = recipe.placed_fold.dp
     for step in range(steps):
-        parts = [batch for place in range(dp) for batch in batches(recipe, place, step, case.documents, case.masked)]
+        by_place = [batches(recipe, place, step, case.documents, case.masked) for place in range(dp)]
+        parts = [batch for same_number in zip(*by_place, strict=True) for batch in same_number]
         columns = [None if parts[0][i] is None else torch.cat([part[i] for part in parts]) for i in range(3)]
         assert case.masked == bool((columns[1] == IGNORED).any())
         found = plain.step(*columns)

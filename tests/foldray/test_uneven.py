@@ -64,6 +64,8 @@ def test_uneven_shares_equal_one_process(ranks, world: int, fold: dict, size: in
         {"latent_rank": 8, "rope_dim": 2, "kv_heads": 12},
         {"router": {"groups": 3, "topk_groups": 2, "softmax": "before_topk"}, "windows": ["sliding:5"]},
         {"tied_embeddings": True, "moe_every": 2},
+        {"router": {"balance_loss": 0.5, "balance_scope": "batch"}},
+        {"router": {"balance_loss": 0.5, "balance_scope": "global_batch"}},
     ],
 )
 def test_kinds_of_models(ranks, model: dict) -> None:

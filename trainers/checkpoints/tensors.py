@@ -267,6 +267,8 @@ def _planned(stored: Stored, shards: Sequence[Shard]) -> Plan:
     for shard in shards:
         key, tensor, shape = shard.key, shard.tensor, torch.Size(shard.shape)
         described = tensors.get(key)
+        if described is None and shard.optional:
+            continue
         if described is None:
             raise DamagedFile(METADATA, f"has no tensor {key}")
         if described.size != shape:

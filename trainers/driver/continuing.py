@@ -24,7 +24,8 @@ from trainers.sinks.run_folder import MOST_RECIPE, RECIPE
 
 _RULES: dict[str, Literal["kept", "told", "free"]] = {
     "model": "kept", "model.preset": "free", "model.init_std": "free", "model.mtp_weight": "told",
-    "model.router.balance_loss": "told", "model.router.z_loss": "told", "model.router.bias_rate": "told",
+    "model.router.balance_loss": "told", "model.router.balance_scope": "told", "model.router.z_loss": "told",
+    "model.router.bias_rate": "told", "model.router.bias_update": "told",
     "model.router.capacity_factor": "told", "model.router.drop": "told", "model.router.drop_scope": "told",
     "model.router.pad": "told",
     "data.mask_documents": "kept",

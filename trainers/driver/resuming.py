@@ -145,7 +145,7 @@ def check_model(begin: Beginning, stored: Stored, recipe: Recipe) -> None:
     tensors = stored.contents.tensors
     theirs = {name.removeprefix("model/"): tuple(tensor.size) for name, tensor in tensors.items() if name.startswith("model/")}
     ours = {row.name: row.shape for row in parameter_table(recipe.model) if row.trained}
-    for name in [*ours, *sorted(name for name in theirs if not name.endswith(".router.bias"))]:
+    for name in [*ours, *sorted(name for name in theirs if not name.endswith((".router.bias", ".router.frequency")))]:
         if theirs.get(name) != ours.get(name):
             sizes = f"{_size(theirs.get(name))}, but this recipe's is {_size(ours.get(name))}"
             raise UserError(begin.field, begin.value, f"has another model: its {name} is {sizes}")

@@ -129,7 +129,7 @@ def routed(dtype: torch.dtype, spec: dict[str, Any]) -> list[torch.Tensor]:
         before = routing_.tally if before is None else before + routing_.tally
         found += [routing_.expert_TK, routing_.weight_TK, *([] if routing_.keep_TK is None else [routing_.keep_TK])]
         objective = objective + (routing_.weight_TK * values(10, 2, seed=number)).sum()
-    objective = objective + before.balance(router.sequences, 10).objective(model.router)
+    objective = objective + router.balance(before, 10).objective(model.router)
     return [*found, *before.tensors, *torch.autograd.grad(objective, [x_TH, router.weight])]
 
 

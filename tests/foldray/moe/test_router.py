@@ -71,7 +71,7 @@ def test_the_balance_loss_is_one_when_even_and_E_when_one_expert_takes_all() -> 
 
 def test_the_bias_moves_towards_even_use_by_its_rate_alone() -> None:
     router = router_of(experts=4, router={"score": "sigmoid", "bias_rate": 0.01})
-    router.update_bias(torch.tensor([10, 0, 5, 5]))
+    router.update(torch.tensor([10, 0, 5, 5]))
     torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0.0, 0.0], dtype=torch.float64))
 
 

@@ -22,7 +22,11 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "pipeline": (4, {"pp": 2, "ep": 2}, {"schedule": {"kind": "one_a_one_m", "degree": 2}}),
     "two copies of experts": (8, {"ep": 2, "tp": 2}, {"engine": {"kind": "torch", "zero": 1}}),
     "chunks": (4, {"ep": 2}, {"schedule": {"reduction": "chunks", "sp_bytes": 2048}, "engine": {"kind": "torch", "zero": 2}}),
-    "biased sigmoids": (2, {"ep": 2}, {"model": {"router": {"score": "sigmoid", "bias_rate": 0.05, "normalize": True}}}),
+    "biased sigmoids": (
+        2,
+        {"ep": 2},
+        {"model": {"router": {"score": "sigmoid", "bias_rate": 0.05, "normalize": True, "balance_scope": "global_batch"}}},
+    ),
     "biases": (2, {"ep": 2}, {"model": {"router": {"logit_bias": True}, "expert_bias": True}}),
     "once to each node": (4, {"ep": 4, "ep_inside": 2}, {"moe": {"dispatch": "rank"}}),
     "muon": (2, {"ep": 2}, {"optimizer": {"kind": "muon", "lr": 0.05, "decay": "constant"}}),

@@ -105,7 +105,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "shared expert": {},
     "dense blocks": {"moe_every": 2, "layers": 2, "shared_hidden": 0},
-    "sigmoid and bias": {"router": {"score": "sigmoid", "bias_rate": 0.01, "balance_loss": 0.1}},
+    "sigmoid and bias": {
+        "router": {"score": "sigmoid", "bias_rate": 0.01, "balance_loss": 0.1, "balance_scope": "global_batch"}
+    },
     "latent": {"latent_rank": 8, "latent_query_rank": 6, "rope_dim": 2, "value_dim": 4, "kv_heads": 8},
     "windows": {"windows": ["sliding:5", "full"]},
     "sinks and biases": {"attention_sinks": True, "attention_bias": "all", "shared_gate": True},

@@ -17,7 +17,8 @@ from trainers.checkpoints import tensors
 from trainers.checkpoints.tensors import Staged
 
 _SAVED, _THEN = 3, 5
-_MODEL = {"layers": 4, "tied_embeddings": True, "router": {"score": "sigmoid", "normalize": True, "bias_rate": 0.01}}
+_ROUTER = {"score": "sigmoid", "normalize": True, "bias_rate": 0.01, "balance_scope": "global_batch"}
+_MODEL = {"layers": 4, "tied_embeddings": True, "router": _ROUTER}
 _ADAMW = {"kind": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip": 0.5}
 _MUON = {"kind": "muon", "lr": 0.02, "eps": 1e-3, "weight_decay": 0.1, "clip": 0.5}
 
@@ -94,6 +95,20 @@ def test_a_checkpoint_of_muon_goes_on_under_another_fold(ranks, tmp_path: Path, 
     """Matrices have momentum, and what AdamW updates has its moments."""
     undisturbed = train(0, _recipe(1, {}, optimizer=_MUON), _SAVED + _THEN)
     _check(ranks, undisturbed, tmp_path, _recipe(*writer, optimizer=_MUON), _recipe(*reader, seed=1, optimizer=_MUON))
+
+
+def test_a_checkpoint_of_another_scope_begins_with_even_frequencies(tmp_path: Path) -> None:
+    progress = {"step": 1, "data": "", "fold": {}, "validation": {}}
+    with engine_on(make_recipe(1, model={"router": _ROUTER | {"balance_scope": "sequence"}})) as (engine, groups):
+        go_on(engine, groups, make_recipe(1), range(1))
+        tensors.write(tmp_path, Staged(engine.shards()), progress, None)
+        before = engine.state()
+    with engine_on(make_recipe(1, model={"router": _ROUTER}, training={"seed": 1})) as (engine, groups):
+        with tensors.opened(Checkpoint.from_directory(str(tmp_path)), None) as stored:
+            tensors.load(stored, engine.shards(), None)
+        after = engine.state()
+    assert [key for key in after if key not in before] == [f"model/blocks.{block}.moe.router.frequency" for block in (0, 1)]
+    assert all(bool((after[key] == before.get(key, 1 / 8)).all()) for key in after)
 
 
 def _check(ranks, undisturbed: dict[str, Any], folder: Path, writer: Recipe, reader: Recipe) -> None:

@@ -86,13 +86,14 @@ def test_a_run_keeps_its_model_and_a_new_run_tells_of_another(
 
 def test_what_people_change_while_they_train_is_told(before: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = changed(
-        before, model={"router": {"balance_loss": 0.0}}, optimizer={"lr": 1e-4, "clip": None}, training={"steps": 90},
+        before, model={"router": {"balance_scope": "global_batch"}}, optimizer={"lr": 1e-4, "clip": None}, training={"steps": 90},
         precision="bfloat16", fold={"ep": 1}, name="other", checkpoint={"every": 7},
     )  # fmt: skip
     check_resumable(begin(tmp_path), stored(before), now, DATA)
     assert caplog.messages == [
-        "run run: training goes on with other values: model.router.balance_loss=0.0 (before: 0.01), optimizer.lr=0.0001 "
-        "(before: 0.003), optimizer.clip=null (before: 1.0), training.steps=90 (before: 60), precision=bfloat16 (before: float32)"
+        "run run: training goes on with other values: model.router.balance_scope=global_batch (before: sequence), "
+        "optimizer.lr=0.0001 (before: 0.003), optimizer.clip=null (before: 1.0), training.steps=90 (before: 60), "
+        "precision=bfloat16 (before: float32)"
     ]
     caplog.clear()
     check_resumable(begin(tmp_path), stored(before), before, DATA)
