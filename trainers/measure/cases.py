@@ -39,6 +39,10 @@ def _route(**settings: Any) -> Change:
     return lambda values, recipe: values["model"]["router"].update(settings)
 
 
+def _balance(weight: float, scope: str = "sequence", z_loss: float = 0.0) -> Change:
+    return _route(balance_loss=weight, balance_scope=scope, z_loss=z_loss)
+
+
 _nothing = _set("model")
 
 
@@ -61,9 +65,11 @@ CASES: Mapping[str, Case] = {
         Case("masked tokens", "means over ranks instead of tokens; masks that are cut by the wrong group", _nothing, masked=True),
         Case("documents", "attention across documents where sequences are cut", _set("data", mask_documents=True)),
         Case("window", "windows that end where a slice or a rank ends", _set("model", windows=["sliding:8"])),
-        Case("router", "router gradients that are detached, or scaled by EP", _route(balance_loss=0.0, z_loss=0.0)),
-        Case("balance loss", "a balance loss that counts once per TP, CP or pipeline rank", _route(balance_loss=1.0, z_loss=0.0)),
-        Case("z-loss", "a z-loss that counts once per TP, CP or pipeline rank", _route(balance_loss=0.0, z_loss=0.1)),
+        Case("router", "router gradients that are detached, or scaled by EP", _balance(0.0)),
+        Case("balance loss", "a balance loss that counts once per TP, CP or pipeline rank", _balance(1.0)),
+        Case("batch balance", "frequencies of the tokens of one worker alone, or of its TP group", _balance(1.0, "batch")),
+        Case("global balance", "frequencies that workers do not share, or not from step to step", _balance(1.0, "global_batch")),
+        Case("z-loss", "a z-loss that counts once per TP, CP or pipeline rank", _balance(0.0, z_loss=0.1)),
         Case("sigmoid scores", "scores that are normalised over the wrong experts",
              _route(score="sigmoid", softmax="after_topk", normalize=True)),
         Case("idle experts", "experts without tokens: gradients that are missing, or left from before", _idle),

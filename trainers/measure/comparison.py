@@ -90,12 +90,14 @@ def _gradients(engine: Engine, batches: Sequence[Batch], control: Communicator) 
     The figures are the mean cross-entropy, balance loss and z-loss of the step, with multi-token prediction the mean
     cross-entropy of further tokens, the gradient norm of the step, and the mean cross-entropy of the evaluation.
     """
-    evaluated = all_losses(engine.execution.evaluate(batches), control).means()[:1]
+    evaluated = all_losses(engine.execution.evaluate(batches), control)
+    if engine.model.spec.router.balance_scope == "global_batch":  # as after a step: even frequencies would have no gradient
+        engine.model.update_biases(evaluated.count_ME)
     total = all_losses(engine.train(batches), control)
     means = torch.cat([total.means(), total.further().view(1)]) if engine.model.spec.mtp_depth else total.means()
     norm = engine.update(0.0).total
     gradients = _tensors(engine, "optimizer/{}/momentum_buffer")
-    return dict(gradients), torch.cat([means, means.new_tensor([norm]), evaluated])
+    return dict(gradients), torch.cat([means, means.new_tensor([norm]), evaluated.means()[:1]])
 
 
 def compare_updates(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, Any] | None:
@@ -160,7 +162,17 @@ def random_batches(recipe: Recipe, groups: Groups, device: torch.device, masked:
 
 
 def _all_batches(recipe: Recipe, dp: int, device: torch.device, masked: bool = False) -> list[Batch]:
-    return [random_batch(recipe, rank, dp, m, device, masked) for m in range(recipe.accumulation) for rank in range(dp)]
+    """Make the micro-batches of all places. If the balance loss counts those with the same number together, they are one."""
+    by_number = [[random_batch(recipe, rank, dp, m, device, masked) for rank in range(dp)] for m in range(recipe.accumulation)]
+    if recipe.model.router.balance_scope == "batch":
+        return [_joined(each) for each in by_number]
+    return [batch for each in by_number for batch in each]
+
+
+def _joined(parts: Sequence[Batch]) -> Batch:
+    tokens, targets = torch.cat([part.token_BL for part in parts]), torch.cat([part.target_BL for part in parts])
+    documents = [part.segment_BL for part in parts if part.segment_BL is not None]
+    return Batch(tokens, targets, torch.cat(documents) if documents else None)
 
 
 def _one_process(recipe: Recipe, precision: str, device: torch.device) -> Engine:

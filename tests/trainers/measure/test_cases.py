@@ -14,7 +14,8 @@ from foldray.comm import Groups, Pending
 from foldray.model import IGNORED, Transformer
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.layers import FeedForward
-from foldray.moe.router import Balance, Sequences, TopKGate
+from foldray.moe.balance import Balance, Sequences
+from foldray.moe.router import TopKGate
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
 from foldray.runtime.op_graphs import OpGraph, OpGraphs
@@ -94,6 +95,15 @@ def _slopes(balance: float, z: float) -> Callable[[Any], Any]:
     return wrap
 
 
+def _of_one_worker(_: Any) -> Any:
+    return lambda self, x: self.sum(x)
+
+
+def _of_own_pieces(update: Any) -> Any:
+    """The counts of a rank, which has only some of a step's sequences or tokens."""
+    return lambda self, count_ME: update(self, count_ME // (1 + self.groups.rank % 2) + self.groups.rank)
+
+
 def _over_all_experts(call: Any) -> Any:
     def wrong(self: TopKGate, logits_TE: torch.Tensor, bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         expert_TK, weight_TK = call(self, logits_TE, bias_E)
@@ -156,6 +166,8 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "window": ("tp2-cp2-ep4", AttentionMask, "mask", _without_window),
     "router": ("tp2-cp2-ep4", Transformer, "parameters_of", _detached_router),
     "balance loss": ("tp2-cp2-ep4", Balance, "slopes", _slopes(2.0, 1.0)),
+    "batch balance": ("tp2-ep2-etp2", Sequences, "sum_of_batch", _of_one_worker),
+    "global balance": ("tp2-cp2-ep4", Transformer, "update_biases", _of_own_pieces),
     "z-loss": ("tp2-cp2-ep4", Balance, "slopes", _slopes(1.0, 2.0)),
     "sigmoid scores": ("tp2-cp2-ep4", TopKGate, "__call__", _over_all_experts),
     "idle experts": ("tp2-cp2-ep4", OpGraph, "differentiate", _left_from_before),
