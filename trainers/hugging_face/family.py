@@ -6,13 +6,21 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from foldray.blueprint import ModelSpec, RopeScaling, RouterSpec
+from foldray.blueprint import BalanceScope, ModelSpec, RopeScaling, RouterSpec
 from trainers.hugging_face.names import NORMS, Block, Tensor, attention, further
 
 Need = tuple[str, bool, Iterable[Any]]
 """A key of `model`, whether the model has what a family has, and the values that the family has."""
 
 Values = dict[str, Any]
+
+
+class Balanced(NamedTuple):
+    """A balance loss that a folder asks for: its weight and scope (`RouterSpec`), and where they come from."""
+
+    weight: Any
+    origin: str
+    scope: BalanceScope = "sequence"
 
 
 class Family(NamedTuple):
@@ -91,21 +99,22 @@ class Family(NamedTuple):
             _drop_scale(model.get("rope_scaling"))
         return _nested(model)
 
-    def balance(self, config: Values, model: ModelSpec) -> tuple[Any, str]:
-        """Return the weight of the balance loss with which a folder's model is trained, and where it comes from."""
+    def balance(self, config: Values, model: ModelSpec) -> Balanced:
+        """Return the balance loss with which a folder's model is trained."""
         key = self.keys.get(_BALANCE)
         if self.dense:
-            return RouterSpec().balance_loss, "foldray's own: a dense model has none"
+            return Balanced(RouterSpec().balance_loss, "foldray's own: a dense model has none")
         if key is None:
-            return 0.0, f"transformers trains a {self.architecture} without one"
+            return Balanced(0.0, f"transformers trains a {self.architecture} without one")
         if (given := config.get(key)) is None:
-            return 0.0, f"config.json has no {key}"
+            return Balanced(0.0, f"config.json has no {key}")
         if key != _COEFFICIENT:
-            return given, f"{key} in config.json"
+            return Balanced(given, f"{key} in config.json")
         if not config.get("output_router_logits"):
-            return 0.0, f"output_router_logits is off in config.json, and with it {key}={given}"
+            return Balanced(0.0, f"output_router_logits is off in config.json, and with it {key}={given}")
         share = f"{model.topk} experts of a token / {_moe_blocks(model)} blocks"
-        return given * _shares(model), f"{key}={given} in config.json · {share}, as transformers sums"
+        said = f"{key}={given} in config.json · {share}, as transformers sums"
+        return Balanced(given * _shares(model), said, "batch" if given else "sequence")
 
     def tensors(self, model: ModelSpec) -> Iterator[Tensor]:
         for tensor in self._tensors(model):
@@ -195,6 +204,7 @@ def _shares(model: ModelSpec) -> float:
     """Return the balance loss of transformers divided by foldray's.
 
     It is a mean over blocks, and not their sum. If all experts are used evenly, it is the number of a token's experts, and not 1.
+    With several blocks, it also multiplies means over all of them, where foldray multiplies those of each block.
     """
     return model.topk / max(_moe_blocks(model), 1)
 

@@ -57,8 +57,9 @@ def import_hf(
         "export": weights.kept() | ({"family": family} if family else {}),
     }
     try:
-        weight, origin = weights.balance(Recipe.parse(given).model)
-        given["model"]["router"] = {**given["model"].get("router", {}), "balance_loss": weight}
+        weight, origin, scope = weights.balance(Recipe.parse(given).model)
+        scoped = {} if scope == "sequence" else {"balance_scope": scope}
+        given["model"]["router"] = {**given["model"].get("router", {}), "balance_loss": weight, **scoped}
         recipe = Recipe.parse(given)
     except UserError as error:
         raise weights.refused(f"its config.json means a recipe that is refused ({error})") from None
@@ -73,7 +74,8 @@ def import_hf(
     document = {
         "recipe": str(path), "folder": str(weights.folder), "parameters": count, "mtp_depth": recipe.model.mtp_depth,
         "left_out": left_out, "quantized": weights.format().method if weights.quantized(recipe.model) else None,
-        "tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin, "dropout": weights.dropout(),
+        "tokenizer": recipe.data.tokenizer, "balance_loss": weight, "balance_loss_from": origin, "balance_scope": scope,
+        "dropout": weights.dropout(),
     }  # fmt: skip
     print(json.dumps(document) if as_json else _told(recipe, weights, path, count, left_out, origin))
     return 0
@@ -127,12 +129,13 @@ def _told(recipe: Recipe, weights: Weights, path: Path, count: int, left_out: in
     if dropout := weights.dropout():
         asked = ", ".join(f"{key}={value:g}" for key, value in dropout.items())
         further.append(f"  dropout     none: config.json asks for {asked}, and foldray trains without it")
+    scope = ", per batch" if recipe.model.router.balance_scope == "batch" else ""
     return "\n".join([
         f"{path} trains the model in {weights.folder} further",
         "",
         f"  parameters  {count:,} in {len(set(weights.files.values()))} files",
         *further,
-        f"  balance     model.router.balance_loss is {recipe.model.router.balance_loss:g} ({origin})",
+        f"  balance     model.router.balance_loss is {recipe.model.router.balance_loss:g}{scope} ({origin})",
         f"  tokenizer   {'that of the folder' if is_own else recipe.data.tokenizer}",
         f"  next        set data.source, data.path and optimizer.lr in it, then: foldray train {path}",
     ])  # fmt: skip

@@ -19,7 +19,7 @@ from foldray.blueprint import ModelSpec, parameter_table
 from foldray.errors import MissingPackage, UserError
 from trainers.hugging_face.dense import DENSE, group_columns, preserves
 from trainers.hugging_face.families import FAMILIES, WITHIN, family_of, named_family, tensors_of
-from trainers.hugging_face.family import Family
+from trainers.hugging_face.family import Balanced, Family
 from trainers.hugging_face.hub_folder import INSTALL, HubFolder
 from trainers.hugging_face.names import Tensor
 from trainers.hugging_face.quantized import Format, Stored, format_of
@@ -240,8 +240,8 @@ class Weights(HubFolder):
         blocks = [f"model.layers.{model.layers + block}." for block in range(model.mtp_depth, depth)]
         return [name for name in self.files if name.startswith((*blocks, *family.ahead))]
 
-    def balance(self, model: ModelSpec) -> tuple[Any, str]:
-        """Return the weight of the balance loss that the folder asks for, and where it comes from."""
+    def balance(self, model: ModelSpec) -> Balanced:
+        """Return the balance loss that the folder asks for."""
         family, config = self._described()
         return family.balance(config, model)
 

@@ -20,7 +20,18 @@ from foldray.moe import TokenPiece
 from tests.foldray.parity import IGNORED, batches, engine_on, go_on, sample, weights
 from tests.trainers.checkpoints.damage import shards_of
 from tests.trainers.hugging_face import oracle
-from tests.trainers.hugging_face.oracle import ALL, FAMILIES, MIXTRAL, by_our_names, filled, loaded, mean_loss, saved, widened
+from tests.trainers.hugging_face.oracle import (
+    ALL,
+    FAMILIES,
+    MIXTRAL,
+    QWEN,
+    by_our_names,
+    filled,
+    loaded,
+    mean_loss,
+    saved,
+    widened,
+)
 from trainers.checkpoints import tensors
 from trainers.checkpoints.tensors import Staged
 from trainers.hugging_face.family import rope_config
@@ -153,15 +164,28 @@ def test_a_step_under_every_fold(
                 torch.testing.assert_close(tensor, expected[parameter][box], atol=1e-9, rtol=1e-9, msg=f"{parameter} on {name}")
 
 
-def test_a_step_with_a_balance_loss(tmp_path: Path) -> None:
-    """transformers takes all sequences and all blocks of a step together, so there is one of each."""
-    sizes = MIXTRAL | {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    theirs = saved(tmp_path / "hub", "Mixtral", sizes)
-    training = {"weights": str(tmp_path / "hub"), "global_batch": 1}
+def per_block(theirs: Any, text_BL: torch.Tensor) -> torch.Tensor:
+    """Return the balance loss of transformers for each block by itself, mean over blocks."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits, topk = theirs(text_BL, output_router_logits=True).router_logits, theirs.config.num_experts_per_tok
+    return sum(load_balancing_loss_func((each,), each.shape[1], topk) for each in logits) / len(logits)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("family", "sizes"), [("Mixtral", MIXTRAL), ("Qwen3Moe", QWEN | {"mlp_only_layers": []})])
+def test_a_step_with_a_balance_loss(tmp_path: Path, family: str, sizes: dict[str, Any], blocks: int) -> None:
+    """In a step of one micro-batch. transformers takes several blocks together, so here its function gets each by itself."""
+    more = {"num_hidden_layers": blocks, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    theirs = saved(tmp_path / "hub", family, sizes | more)
+    training = {"weights": str(tmp_path / "hub"), "global_batch": BATCH, "micro_batch": BATCH}
     recipe = imported(tmp_path / "hub", tmp_path / "recipe.yaml", balanced=True, training=training)
-    text_BL, optimizer = sample(0, 1, LENGTH + 1, recipe.model.vocab), torch.optim.SGD(theirs.parameters(), lr=1.0)
+    assert recipe.model.router.balance_scope == "batch"
+    text_BL, optimizer = sample(0, BATCH, LENGTH + 1, recipe.model.vocab), torch.optim.SGD(theirs.parameters(), lr=1.0)
     with widened():
-        balance = theirs(text_BL[:, :-1], output_router_logits=True).aux_loss
+        balance = per_block(theirs, text_BL[:, :-1])
+        theirs_own = theirs(text_BL[:, :-1], output_router_logits=True).aux_loss
+    assert (abs((balance - theirs_own).item()) < 1e-9) is (blocks == 1)
     (mean_loss(theirs, text_BL) + 0.5 * balance).backward()
     optimizer.step()
     expected = by_our_names(theirs, recipe, tmp_path / "after")

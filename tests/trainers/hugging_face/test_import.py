@@ -156,7 +156,7 @@ def test_a_preset_computes_what_the_released_model_does(tmp_path: Path, name: st
 
 @pytest.mark.parametrize(("name", "keys", "weight", "said"), [
     ("gpt-oss-20b", {}, 0.0, "output_router_logits is off in config.json, and with it router_aux_loss_coef=0.9"),
-    ("mixtral-8x7b", {"output_router_logits": True}, 0.02 * 2 / 32, "2 experts of a token / 32 blocks"),
+    ("mixtral-8x7b", {"output_router_logits": True}, 0.02 * 2 / 32, "2 experts of a token / 32 blocks, as transformers sums"),
     ("glm-4.5-air", {"output_router_logits": True}, 0.0, "transformers trains a Glm4MoeForCausalLM without one"),
     ("deepseek-v2-lite", {}, 0.001, "aux_loss_alpha in config.json"),
     ("deepseek-v2-lite", {"aux_loss_alpha": None}, 0.0, "config.json has no aux_loss_alpha"),
@@ -168,8 +168,9 @@ def test_the_balance_loss_is_what_the_folder_says(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hub.CONFIGS[name] | keys))
     model = ModelSpec(preset="tiny" if name not in PRESETS else name)
-    found, origin = Weights(tmp_path, "DIR", {}).balance(model)
+    found, origin, scope = Weights(tmp_path, "DIR", {}).balance(model)
     assert found == pytest.approx(weight, rel=1e-12)
+    assert scope == ("batch" if "as transformers sums" in said else "sequence")
     assert said in origin
 
 
