@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from foldray.costs.candidate import DTYPES, Candidate, Job
+from foldray.costs.candidate import DTYPES, Candidate, Job, Software
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, load_hardware
 from foldray.costs.memo import Memo
@@ -38,9 +38,15 @@ def as_candidate(recipe: Recipe) -> Candidate:
     batch = recipe.accumulation * recipe.placed_fold.dp * training.micro_batch
     dtype, iterations = DTYPES[recipe.precision], recipe.optimizer.iterations
     travel = recipe.moe.dispatch, recipe.moe.wire, schedule.context
-    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel, gradients=recipe.engine.wire)
+    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel, **of_optimizer(recipe))
     stages = schedule.virtual_stages, recipe.engine.zero, schedule.stage_layers
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, *stages)
+
+
+def of_optimizer(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of a job that say how gradients travel, what moments take, and where the optimizer is."""
+    engine, software = recipe.engine, Software(moments=recipe.optimizer.moment_bytes)
+    return {"software": software, "gradients": engine.wire, "offload": engine.offload is not None}
 
 
 def worlds(recipe: Recipe) -> dict[int, Recipe]:

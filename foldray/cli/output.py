@@ -19,7 +19,7 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
     """Return the recipe that the arguments name, with its changes."""
     changes = {
         "cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None),
-        "model.router.shares": shares_of(given),
+        "model.router.shares": shares_of(given), "engine.offload": "optimizer" if getattr(given, "offload", False) else None,
     }  # fmt: skip
     changed = [f"{key}={value}" for key, value in changes.items() if value is not None]
     return Recipe.load(given.recipe, [*given.overrides, *changed])

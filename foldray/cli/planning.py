@@ -91,6 +91,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     from foldray.costs.candidate import DTYPES, Job
     from foldray.costs.hardware import load_hardware
     from foldray.plan.space import KINDS, Space
+    from foldray.refold import of_optimizer
 
     recipe = recipe_of(given) if given.recipe else None
     if recipe and recipe.placement and not given.disaggregate:
@@ -118,7 +119,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     model = recipe.model if recipe and given.model is None else ModelSpec.model_validate(named)
     settings = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *settings)
-    job = replace(job, gradients=recipe.engine.wire) if recipe else job
+    job = replace(job, **of_optimizer(recipe)) if recipe else replace(job, offload=given.offload)
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
     named_kinds = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []

@@ -196,7 +196,8 @@ class ApartWork(OpWork):
         sides = rank.elements(content).items()
         held = {name: count if (name == "edp") == (family == "edp") else 0.0 for name, count in sides}
         hidden = {name: count for name, count in elements(rank, content).items() if held[name]}
-        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, held, hidden)
+        job = self.candidate.job
+        return parameters(self.candidate.fold, rank.zero, rank.device.bytes, held, hidden, job.software, job.offload)
 
     def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
         candidate, graph = self.candidate, self.candidate.graph

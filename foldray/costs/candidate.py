@@ -63,6 +63,7 @@ class Job:
         again: those of `PARTS` that run again. Only published rows have them; foldray's runtime keeps these parts.
         software: what weights' gradients and states take.
         gradients: how gradients are written on their way to their owner (`engine.wire` of a recipe); None is float32.
+        offload: whether the optimizer is on the host (`engine.offload` of a recipe).
     """
 
     model: ModelSpec
@@ -76,6 +77,7 @@ class Job:
     again: tuple[str, ...] = ()
     software: Software = OWN_SOFTWARE
     gradients: Literal["bfloat16"] | None = None
+    offload: bool = False
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

@@ -75,6 +75,13 @@ class Link(Strict):
         return gb_s * 1e9, latency_us * 1e-6
 
 
+class Host(Strict):
+    """A GPU's share of its host, for an optimizer that is there (`engine.offload`)."""
+
+    gb_s: Speed = Field(description="nominal GB/s between host and GPU in one direction")
+    memory_gb_s: Speed = Field(description="nominal GB/s of the host's memory")
+
+
 class Hardware(Strict):
     """A cluster of equal nodes with equal GPUs. A "GPU" may also be a CPU core."""
 
@@ -89,6 +96,7 @@ class Hardware(Strict):
     memory_gb_s: Speed
     intra: Link = Field(description="within a node")
     inter: Link = Field(description="between nodes")
+    host: Host | None = Field(None, description="of one GPU; without it, the seconds of an optimizer on the host are left out")
     constants: dict[str, float] = Field({}, description="constants that are other here")
     gemm: tuple[tuple[Positive, Positive], ...] = Field(
         (),

@@ -37,7 +37,7 @@ class Memory(NamedTuple):
     Args:
         weights: weights in the dtype of computation, and float32 copies (`parameters`).
         gradients: float32 sums of gradients. Several micro-batches add to whole sums, which ZeRO-2 frees only after the last.
-        optimizer: two moments; one for the matrices that Muon updates.
+        optimizer: two moments; one for the matrices that Muon updates. Nothing if they are on the host.
         activations: activations that are kept from forward to backward, of all micro-batches in flight.
         buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
             ZeRO-3 has gathered.
@@ -218,7 +218,7 @@ class Held(NamedTuple):
 def content_parameters(rank: RankCosts, content: Content) -> Held:
     """Return the bytes for the parameters of a position."""
     count, software = rank.elements(content), rank.job.software
-    held = parameters(rank.fold, rank.zero, rank.device.bytes, count, elements(rank, content), software)
+    held = parameters(rank.fold, rank.zero, rank.device.bytes, count, elements(rank, content), software, rank.job.offload)
     frozen = sum(rank.elements(content, trained=False).values())  # with neither float32 copies nor gradients
     return held._replace(weights=held.weights + frozen * rank.device.bytes)
 
@@ -230,8 +230,9 @@ def parameters(
     count: Mapping[str, float],
     hidden: Mapping[str, float] | None = None,
     software: Software = OWN_SOFTWARE,
+    offload: bool = False,
 ) -> Held:
-    """Return the bytes for the parameters of a rank.
+    """Return the bytes for the parameters of a rank, without what is on the host (`offload.py`).
 
     The optimizer updates float32 weights. They are copies if a rank computes in a smaller dtype. Under ZeRO, a rank holds the
     sums that it owns. Under ZeRO-1, it also holds its whole gradients; ZeRO-2 and ZeRO-3 free them once they are reduced.
@@ -240,16 +241,18 @@ def parameters(
         itemsize: bytes of a weight in the dtype of computation.
         count: number of parameters that the rank computes with, by group family of their gradients.
         hidden: the number of those that Muon updates, which have one moment instead of two; None without Muon.
+        offload: whether the float32 weights and the moments are on the host.
     """
     weights = gradients = optimizer = 0.0
     for family, whole in count.items():
         ranks = fold.group_size(family)
         shared = zero > 0 and ranks > 1
         owned = whole / ranks if shared else whole
-        weights += (owned if zero == 3 else whole) * itemsize + (owned * FLOAT32 if itemsize < FLOAT32 else 0)
+        weights += (owned if zero == 3 else whole) * itemsize + (owned * FLOAT32 if itemsize < FLOAT32 and not offload else 0)
         apart = owned if shared and (software.apart or zero > 1) else 0
         gradients += software.gradients * (apart + (whole if zero < 2 or not shared else 0))
-        optimizer += 2 * software.moments * owned - software.moments * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
+        moments = 2 * software.moments * owned - software.moments * (hidden or {}).get(family, 0.0) / (ranks if shared else 1)
+        optimizer += 0 if offload else moments
     return Held(weights, gradients, optimizer)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from foldray.blueprint import hidden_matrices
 from foldray.costs.candidate import FAMILY, Content, Positions
 from foldray.costs.device import FLOAT32
+from foldray.costs.offload import host_seconds
 from foldray.costs.rank import RankCosts, kinds_with_weights, shared_by_fold
 from foldray.graph import Reduction
 
@@ -53,8 +54,8 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
     """Return the update of `count` parameters of a group family, and of the matrices among them that Muon updates.
 
     ZeRO-3 has already reduced the gradients during backward. The optimizer reads and writes float32 weights and two moments,
-    reads a gradient, and writes a weight in the dtype of computation. With Muon, matrices of hidden layers have one moment, and
-    an update besides.
+    reads a gradient, and writes a weight in the dtype of computation; or it does so on the host (`offload.py`). With Muon,
+    matrices of hidden layers have one moment, and an update besides.
     """
     network, zero, device = rank.network, rank.zero, rank.device
     owners = rank.fold.group_size(family) if zero else 1
@@ -67,7 +68,9 @@ def _update(rank: RankCosts, family: str, count: float, hidden: Matrices | None,
     gather = network.gather(family, device.bytes * count).seconds if zero in (1, 2) else 0.0
     bandwidth = device.hardware.memory_gb_s * 1e9 * device.share["optimizer"]
     optimizer = count / owners * (2 * FLOAT32 + 4 * software.moments + software.gradients + device.bytes) / bandwidth
-    if hidden:
+    if rank.job.offload:
+        optimizer = host_seconds(rank, count / owners)
+    elif hidden:
         optimizer += muon_seconds(rank, hidden) - hidden.elements(rank) / owners * FLOAT32 / bandwidth
     return Update("edp" if family == "edp" else "dp_cp", lane, chunks, reduce, gather, optimizer)
 

@@ -11,6 +11,7 @@ from foldray.clock import Busy, busy_table
 from foldray.costs.hardware import Hardware, constants
 from foldray.costs.memory import GIB
 from foldray.costs.shares import COMPUTING
+from foldray.plan import on_host
 from foldray.plan.allocator import Allocation, Demand
 from foldray.plan.listed import Listed
 from foldray.plan.placing import Placed
@@ -58,6 +59,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
         "memory_gib": planned.memory.total / GIB,
         "memory": {name: held / GIB for name, held in planned.memory._asdict().items()},
         "fits": planned.fits,
+        **({"host": on_host.document(planned.host)} if planned.host else {}),
         "breakdown": breakdown(prediction.breakdown),
         "traffic": prediction.traffic,
     }
@@ -85,6 +87,7 @@ def table(result: Found, hardware: Hardware, imbalance: float = 1.0, lists: Sequ
         line += f"{prediction.mfu_causal:>8.1%}{held:>6.0f} GiB"
         lines.append(line if plan.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
     lines += _with_lists(planned, lists)
+    lines += on_host.lines(planned[0].host, hardware) if planned[0].host else []
     return "\n".join([*lines, "", *_of_first(planned[0]), *(["", why(planned)] if len(planned) > 1 else [])])
 
 
@@ -365,6 +368,8 @@ def placements_table(comparison: Comparison, space: Space) -> str:
         lines.append(
             f"the best even split, {split}: {even.seconds:.2f} s; the first placement is {comparison.over_even:.2f} × as fast"
         )
+    if space.job.offload:
+        lines += [on_host.left_out(kind) for kind in {kind.name: kind for kind in kinds}.values() if kind.host is None]
     lines += ["", "shares of a step without the optimizer, mean of all workers; what travels counts where nothing computes"]
     lines += [busy_table({name: used.ranks for name, used in comparison.busy.items()}), "", _advice(comparison)]
     return "\n".join(lines)

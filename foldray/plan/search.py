@@ -33,6 +33,7 @@ from foldray.costs.candidate import Candidate, Content, Pieces, StageForm
 from foldray.costs.device import Device
 from foldray.costs.memo import Memo, Table, shared
 from foldray.costs.memory import GIB, Memory, least_memory, peak_memory
+from foldray.costs.offload import Offloaded, offloaded
 from foldray.costs.passes import with_best_lags
 from foldray.costs.prediction import Prediction, Step, straggling
 from foldray.costs.rank import OpWork, RankCosts
@@ -45,12 +46,17 @@ from foldray.plan.space import Space, Staging, Stagings, Weights, make_stagings
 
 
 class Planned(NamedTuple):
-    """A candidate with its predicted time and memory, and whether it fits into a GPU's memory."""
+    """A candidate with its predicted time and memory, and whether it fits into a GPU's memory.
+
+    Args:
+        host: what the optimizer takes on the host; None if it is on the GPU.
+    """
 
     candidate: Candidate
     prediction: Prediction
     memory: Memory
     fits: bool
+    host: Offloaded | None = None
 
 
 class Group(NamedTuple):
@@ -185,7 +191,8 @@ class Refinement:
             reduction = step.fastest(self.space.reductions)
             candidate = replace(candidate, ordering=candidate.ordering._replace(reduction=reduction))
             prediction = step.prediction(reduction)
-            yield Node(prediction.seconds, node.held, Planned(candidate, prediction, what.memory, node.held <= self.limit))
+            fits, host = node.held <= self.limit, offloaded(candidate, step.rank)
+            yield Node(prediction.seconds, node.held, Planned(candidate, prediction, what.memory, fits, host))
 
     def _choices(self, node: Node, group: Group, needless: Callable[[float], bool]) -> Iterator[Node]:
         fold, micro_batches = group.rank.fold, self._micro_batches(group)

@@ -15,6 +15,7 @@ from foldray.orders import AF_PIPE, AUTO, LIST, OVERLAPS, check_pipeline, overla
 from foldray.recipe.bounds import MOST_SETTINGS
 from foldray.recipe.data import check_data
 from foldray.recipe.description import Description
+from foldray.recipe.engine import check_engine
 from foldray.recipe.sections import OptimizerSpec
 
 _WRITTEN: dict[object, str] = {None: "null", True: "true"}
@@ -39,6 +40,7 @@ class Recipe(Description):
         _check_data(self)
         _check_backend(self)
         _check_engine(self)
+        check_engine(self)
         _check_space(self)
         _check_export(self)
         return self

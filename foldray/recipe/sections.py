@@ -137,6 +137,12 @@ class OptimizerSpec(Strict):
     """Decay rates of AdamW's first and second moment. `sgd` does not use them."""
     eps: PositiveFloat = 1e-8
     """Number that AdamW adds to the denominator of its update. `sgd` does not use it."""
+    moments: Literal["bfloat16"] | None = None
+    """Type in which `adamw` keeps its two moments. Null is that of the weights that it updates.
+    `bfloat16` saves 4 bytes per parameter. The update computes in that wider type; then moments are
+    rounded to the nearest bfloat16, by at most 1/256, which acts on later steps. It needs
+    `engine.kind: torch`, and `betas` of at most 0.996, because a moment that decays more slowly
+    would be rounded back to where it was."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay, which pulls matrices towards zero. Norms and biases have none."""
     momentum: Beta = 0.0
@@ -167,6 +173,11 @@ class OptimizerSpec(Strict):
         if isinstance(given, dict) and given.get("kind") == "muon":
             return {"momentum": 0.95, **given}
         return given
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of an element of a moment, if weights are updated in float32."""
+        return 2 if self.moments else 4
 
     @property
     def iterations(self) -> int:
@@ -223,6 +234,16 @@ class EngineSpec(Strict):
     """How gradients are written on their way to the worker that owns their sum. Null sends float32.
     `bfloat16` halves the bytes, and rounds each worker's part of a sum by up to 1/256 of it; the owner
     adds the parts up in float32. It needs `kind: torch` and `zero: 1` or `2`."""
+    offload: Literal["optimizer"] | None = None
+    """What is in the memory of the host instead of the GPU. `optimizer` moves the weights that the
+    optimizer updates, its moments and its update: 12 bytes per parameter with `adamw` and
+    `precision: bfloat16`. A step then takes longer, because gradients and weights travel, and
+    processors update (`cluster.cpus_per_worker`). With `kind: deepspeed`, it needs `zero: 1` or
+    `2`. Checkpoints are the same with and without it. Null keeps all on the GPU."""
+    deepspeed: Annotated[dict[str, JsonValue], Field(max_length=64)] = Field({})
+    """Keys of DeepSpeed's own configuration, which are added to what foldray gives it, such as
+    `{zero_optimization: {reduce_bucket_size: 50000000}}`. Keys that foldray sets itself, or whose
+    effect has a recipe key of its own, are refused. It needs `kind: deepspeed`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,9 +16,10 @@ from foldray.model import Batch, Losses, Transformer
 from foldray.orders import Ordering
 from foldray.recipe import OptimizerSpec
 from foldray.runtime.execution import Execution
-from foldray.runtime.gradients import Gradients, Norms
+from foldray.runtime.gradients import GradientBuffer, Gradients, Norms
 from foldray.runtime.muon import Muon
-from foldray.runtime.optimizer import decay_groups, make_optimizer, state_keys
+from foldray.runtime.offload import OnHost
+from foldray.runtime.optimizer import decay_groups, make_optimizer, moment_type, state_keys
 from foldray.runtime.shards import Shard, cut
 
 State = dict[str, torch.Tensor]
@@ -74,6 +75,7 @@ class TorchEngine:
         zero: 1 shards the optimizer and its weights over the ranks that hold the same parameters, 2 also frees gradients as
             they leave (ZeRO, Rajbhandari et al. 2020); 0 does neither.
         wire: the type of gradients on their way to their owner; None is that of the sums. Only with `zero`.
+        offload: whether the optimizer's weights and moments are on the host, and its update runs there. Not with Muon.
     """
 
     def __init__(
@@ -84,16 +86,15 @@ class TorchEngine:
         ordering: Ordering | None = None,
         zero: int = 0,
         wire: torch.dtype | None = None,
+        offload: bool = False,
     ):
         self.model, self.spec = model, optimizer
         self.gradients = Gradients(model, groups, zero, wire=wire)
+        self.host = OnHost(self.gradients.buffers) if offload else None
         self.execution = Execution(model, groups, self.gradients, ordering)
         self.masters: dict[nn.Parameter, torch.Tensor] = {}  # by parameter: what this rank's optimizer updates
         for parameter, gradient in self.gradients.views.items():
-            itself = gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
-            master = parameter if itself else nn.Parameter(self._own(parameter, parameter.detach()).to(gradient.dtype))
-            master.grad = gradient
-            self.masters[parameter] = master
+            self.masters[parameter] = self._master(parameter, gradient)
         self._fused = next(model.parameters()).is_cuda
         self._hidden = model.hidden_matrices() if optimizer.kind == "muon" else set()  # the parameters that Muon updates
         self.optimizers = self._make_optimizers(groups)
@@ -104,6 +105,8 @@ class TorchEngine:
     def update(self, lr: float, skips: bool = False) -> Norms:
         norms = self.gradients.clip(self.spec.clip)
         if not skips or math.isfinite(norms.total):
+            if self.host:
+                self.host.fetch()
             for optimizer, share in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = share * lr
@@ -135,6 +138,15 @@ class TorchEngine:
     def close(self) -> None:
         """Do nothing: nothing keeps the engine in memory."""
 
+    def _master(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's optimizer updates of a parameter, with its gradient."""
+        if self.host:
+            return self.host.master(parameter, self._own(parameter, parameter.detach()))
+        itself = gradient.shape == parameter.shape and gradient.dtype == parameter.dtype
+        master = parameter if itself else nn.Parameter(self._own(parameter, parameter.detach()).to(gradient.dtype))
+        master.grad = gradient
+        return master
+
     def _held(self, parameter: nn.Parameter, key: str | None) -> tuple[torch.Tensor, int]:
         buffer, place = self.gradients.buffer_of[parameter], self.gradients.buffer_of[parameter].places[parameter]
         values = self.masters[parameter].detach() if key is None else self._remembered(parameter, key)
@@ -160,7 +172,7 @@ class TorchEngine:
         memory = updates.state[master]
         if key == "step":
             return memory.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None))
-        return memory.setdefault(key, torch.zeros_like(master))
+        return memory.setdefault(key, torch.zeros_like(master, dtype=moment_type(self.spec)))
 
     def _own(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter, or of a tensor of its shape, that this rank's optimizer has.
@@ -176,9 +188,11 @@ class TorchEngine:
     def _whole(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
         """Undo `_own`. If the optimizer is sharded, all ranks that share the parameter must call this."""
         buffer = self.gradients.buffer_of[parameter]
-        if not buffer.sharded or values.dim() == 0:
+        if values.dim() == 0:
             return values
-        place, whole = buffer.places[parameter], torch.zeros(parameter.numel(), dtype=values.dtype, device=values.device)
+        if not buffer.sharded:
+            return values.to(buffer.device)
+        place, whole = buffer.places[parameter], torch.zeros(parameter.numel(), dtype=values.dtype, device=buffer.device)
         whole[buffer.sharding.within(place.start, place.stop)] = values
         return buffer.communicator.all_reduce(whole).view_as(parameter)
 
@@ -187,15 +201,23 @@ class TorchEngine:
         """Copy the updated weights into the model, from all ranks if the optimizer is sharded."""
         for buffer in self.gradients.buffers:
             if buffer.sharded:
-                mine = torch.zeros(buffer.sharding.owned, dtype=buffer.parameters[0].dtype, device=buffer.device)
-                for parameter, place in buffer.places.items():
-                    mine[buffer.sharding.own(place.start, place.stop)] = self.masters[parameter].to(mine.dtype)
-                for parameter, values in buffer.gather(mine):
+                for parameter, values in buffer.gather(self._mine(buffer)):
                     parameter.copy_(values)
                 continue
+            updated = self.host and self.host.weights(buffer)
             for parameter in buffer.parameters:
-                if parameter is not self.masters[parameter]:
-                    parameter.copy_(self.masters[parameter])
+                values = self.masters[parameter] if updated is None else buffer.part(updated, parameter)
+                if parameter is not values:
+                    parameter.copy_(values)
+
+    def _mine(self, buffer: GradientBuffer) -> torch.Tensor:
+        """Return the updated weights that this rank owns of a buffer, in the layout of its sums, in the type of the model."""
+        if self.host:
+            return self.host.weights(buffer).to(buffer.device)
+        mine = torch.zeros(buffer.sharding.owned, dtype=buffer.parameters[0].dtype, device=buffer.device)
+        for parameter, place in buffer.places.items():
+            mine[buffer.sharding.own(place.start, place.stop)] = self.masters[parameter].to(mine.dtype)
+        return mine
 
 
 class StateTensor(NamedTuple):

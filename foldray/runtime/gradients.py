@@ -103,10 +103,14 @@ class GradientBuffer:
 
     def own(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's sums of a parameter, in its shape; if sharded, a flat tensor of those that it owns."""
+        return self.part(self.sums, parameter)
+
+    def part(self, whole: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        """Return what a tensor in the layout of `sums` has of a parameter, in the same shape as `own`."""
         place = self.places[parameter]
         if self.sharded:
-            return self.sums[self.sharding.own(place.start, place.stop)]
-        return self.sums[place.start : place.stop].view_as(parameter)
+            return whole[self.sharding.own(place.start, place.stop)]
+        return whole[place.start : place.stop].view_as(parameter)
 
     def chunks(self, most: int | None) -> tuple[Chunk, ...]:
         """Cut the buffer into chunks of at most `most` bytes, or into one chunk for None. A single rank has no chunks."""

@@ -9,6 +9,7 @@ import torch
 
 from foldray.blueprint import ParameterSpec
 from foldray.recipe import OptimizerSpec
+from foldray.runtime.adamw import RoundedAdamW
 
 
 def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict], fused: bool = False) -> torch.optim.Optimizer:
@@ -25,7 +26,8 @@ def make_optimizer(spec: OptimizerSpec, groups: Iterable[dict], fused: bool = Fa
     if spec.kind == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
     ways = {"fused": True} if fused else {"foreach": False}
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **ways)
+    rule = RoundedAdamW if spec.moments else torch.optim.AdamW
+    return rule(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **ways)
 
 
 def decay_groups(spec: OptimizerSpec, parameters: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[dict]:
@@ -45,6 +47,11 @@ def state_keys(spec: OptimizerSpec, parameter: ParameterSpec) -> tuple[str, ...]
     if spec.kind == "adamw" or (spec.kind == "muon" and not parameter.is_hidden_matrix):
         return ("exp_avg", "exp_avg_sq", "step")
     return ("momentum_buffer",) if spec.momentum or spec.kind == "muon" else ()
+
+
+def moment_type(spec: OptimizerSpec) -> torch.dtype | None:
+    """Return the type of the optimizer's state; None is that of the weights that it updates."""
+    return torch.bfloat16 if spec.moments else None
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:

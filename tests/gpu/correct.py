@@ -32,6 +32,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "recomputation": {"schedule": {"kind": "stream", "degree": 2, "recompute": ["attention", "expert"]}},
     "weights apart": {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}},
     "AdamW": {"optimizer": {"kind": "adamw", "lr": 0.01, "clip": 1.0}},
+    "AdamW on the host": {"optimizer": {"kind": "adamw", "lr": 0.01, "clip": 1.0}, "engine": {"offload": "optimizer"}},
     "Muon": {"optimizer": {"kind": "muon", "lr": 0.01, "clip": 1.0}},
     "capacity": {"model": {"router": {"capacity_factor": 0.8, "balance_loss": 0.1}}},
     "capacity and padding": {"model": {"router": {"capacity_factor": 0.8, "pad": True, "balance_loss": 0.1}}},

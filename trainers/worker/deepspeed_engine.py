@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ class DeepSpeedEngine:
     def __init__(self, model: Transformer, groups: Groups, recipe: Recipe):
         self.model, self.groups, self.spec, self.zero = model, groups, recipe.optimizer, recipe.engine.zero
         self._classes: dict[nn.Parameter, GradientClass] = {p: name for name in CLASSES for p in model.by_class(name)}
-        self._norms, self._skips = Norms(), False
+        self._norms, self._skips, self._offload = Norms(), False, recipe.engine.offload is not None
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a C++ build of half a minute
         deepspeed.init_distributed(dist_backend="nccl" if recipe.cluster.gpu else "gloo", verbose=False)
         name = _register(groups)
@@ -84,8 +85,10 @@ class DeepSpeedEngine:
         self.step = _Step(model, groups, recipe.ordering, gradients, reduced)
         self.execution = self.step.execution
         parameter_groups = self._sections(name) if self._sharded else self._decay_groups()
+        # On a GPU's host, one pass over memory is much faster than one for each term. On a CPU, it must give the bits of without.
+        optimizer = make_optimizer(self.spec, parameter_groups, fused=self._offload and recipe.cluster.gpu)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.step, optimizer=make_optimizer(self.spec, parameter_groups), config=_config(recipe), mpu=_mpu(groups)
+            model=self.step, optimizer=optimizer, config=_config(recipe), mpu=_mpu(groups)
         )
         if reduced:
             self.engine.enable_backward_allreduce = False
@@ -174,18 +177,24 @@ class DeepSpeedEngine:
         return sections
 
     def _give_sums(self) -> None:
-        """Give DeepSpeed the sums that this rank owns, as the gradients of its partition of each parameter group."""
+        """Give DeepSpeed the sums that this rank owns, as the gradients of its partition of each parameter group.
+
+        If the optimizer is on the host, they are copied there, into the gradient of the weights that DeepSpeed updates.
+        """
         index = 0
         for buffer in self.step.gradients.buffers:
             for start, stop in pairwise(buffer.sharding.starts):
                 sums = buffer.sums[start // buffer.sharding.ranks : stop // buffer.sharding.ranks]
                 assert len(sums) == self.optimizer.partition_size[index], "DeepSpeed divides a parameter group in another way"
-                self.optimizer.averaged_gradients[index] = [sums]
+                if self._offload:
+                    self.optimizer.single_partition_of_fp32_groups[index].grad.copy_(sums)
+                else:
+                    self.optimizer.averaged_gradients[index] = [sums]
                 index += 1
 
     def _known_norm(self, norm_type: float = 2) -> torch.Tensor:
-        """Return the norm by which DeepSpeed clips."""
-        return torch.tensor(self._norms.total, dtype=torch.float64, device=self.engine.device)
+        """Return the norm by which DeepSpeed clips. It must be where the gradients are."""
+        return torch.tensor(self._norms.total, dtype=torch.float64, device=self.optimizer.device)
 
     def _tell_skip(self, partition_gradients: bool = True) -> None:
         """Tell DeepSpeed whether to drop the gradients of this step."""
@@ -228,9 +237,13 @@ class DeepSpeedEngine:
         # Other ranks of the same data-parallel place hold these parameters, too, and count them.
         copies = {*(self.model.by_class("replicated") if place["tp"] else ()), *(self.model.tied() if place["pp"] else ())}
         copies.update(self.model.in_slices() if self.groups.coordinate.get("moe", {"etp": 0})["etp"] else ())
+        held = self.optimizer.averaged_gradients
+        if self._offload:
+            self.optimizer._wait_for_offload_copies()
+            held = self.optimizer.offload_gradient_dict
         for index, parameters in enumerate(self.optimizer.params_in_partition):
             # A partition may end with padding, which has no parameter, so zip leaves it out.
-            for gradient, parameter in zip(self.optimizer.averaged_gradients[index], parameters, strict=False):
+            for gradient, parameter in zip(held[index], parameters, strict=False):
                 if parameter not in copies:
                     counted.append((self._classes[parameter], gradient))
         return gradient_norms(counted, self.engine.device, self.groups)
@@ -318,7 +331,11 @@ def _mpu(groups: Groups) -> SimpleNamespace:
 
 
 def _config(recipe: Recipe) -> dict:
-    return {
+    """Return DeepSpeed's configuration: what foldray needs, and the recipe's own keys (`engine.deepspeed`), which are others."""
+    zero: dict[str, Any] = {"stage": recipe.engine.zero, "overlap_comm": False}
+    if recipe.engine.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": recipe.cluster.gpu}
+    ours = {
         # foldray runs the micro-batches. For DeepSpeed, a step is one pass.
         "train_micro_batch_size_per_gpu": recipe.training.micro_batch * recipe.accumulation,
         "gradient_accumulation_steps": 1,
@@ -327,7 +344,10 @@ def _config(recipe: Recipe) -> dict:
         "communication_data_type": "fp32",
         # At stage 1 this key would select another optimizer, which lacks the links to complete tensors that `state` needs.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if recipe.engine.zero == 2 else {}),
-        "zero_optimization": {"stage": recipe.engine.zero, "overlap_comm": False},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own optimizer for hosts needs a compiler, and rounds otherwise than torch's
         "steps_per_print": 2**31,
     }
+    given = recipe.engine.deepspeed
+    return {**ours, **given, "zero_optimization": {**zero, **given.get("zero_optimization", {})}}

@@ -42,7 +42,9 @@ def _engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     model = Transformer(recipe.ownership, groups, make_backend(recipe), context, seed, device, dtype)
     if recipe.engine.kind == "torch":
         wire = torch.bfloat16 if recipe.engine.wire else None
-        return TorchEngine(model, groups, recipe.optimizer, recipe.ordering, recipe.engine.zero, wire)
+        return TorchEngine(
+            model, groups, recipe.optimizer, recipe.ordering, recipe.engine.zero, wire, bool(recipe.engine.offload)
+        )
     try:
         from trainers.worker.deepspeed_engine import DeepSpeedEngine
     except ModuleNotFoundError as error:
