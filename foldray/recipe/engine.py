@@ -29,8 +29,7 @@ _HANDED_ON: Mapping[str, _Given] = {
     "comms_logger.enabled": _FLAG, "comms_logger.prof_all": _FLAG, "comms_logger.verbose": _FLAG,
     "dump_state": _FLAG, "memory_breakdown": _FLAG, "steps_per_print": _COUNT, "wall_clock_breakdown": _FLAG,
     "zero_optimization.allgather_bucket_size": _Given(int, "must be an even number of elements", 2),
-    "zero_optimization.contiguous_gradients": _FLAG, "zero_optimization.reduce_bucket_size": _COUNT,
-    "zero_optimization.reduce_scatter": _FLAG, "zero_optimization.use_multi_rank_bucket_allreduce": _FLAG,
+    "zero_optimization.reduce_bucket_size": _COUNT, "zero_optimization.use_multi_rank_bucket_allreduce": _FLAG,
 }  # fmt: skip
 _OWN: Mapping[str, str] = {
     "train_batch_size": "training.global_batch", "train_micro_batch_size_per_gpu": "training.micro_batch",

@@ -17,6 +17,7 @@ from ray.train import Checkpoint
 from foldray.recipe import Recipe
 from tests.foldray.live import storage
 from tests.foldray.parity import engine_on, go_on, make_recipe, own_batches, train
+from tests.trainers.worker.test_deepspeed_parity import _equals_one_process
 from trainers.checkpoints import tensors
 from trainers.checkpoints.tensors import Staged
 
@@ -66,6 +67,25 @@ def test_the_host_computes_the_bits_of_the_device(
     assert all(map(_equal, found, without))
 
 
+@pytest.mark.gate(1 / 2)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "fold", "schedule"),
+    [
+        (2, {"ep": 2}, {"kind": "stream", "degree": 2}),
+        (4, {"tp": 2, "ep": 2}, {"kind": "one_a_one_m", "degree": 4, "reduction": "chunks", "sp_bytes": 1024}),
+        (4, {"pp": 2, "ep": 2}, {"reduction": "buckets", "sp_bytes": 3000}),
+        (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}),
+    ],
+    ids=str,
+)
+def test_folds_and_schedules_equal_one_process(
+    ranks: Any, workers: int, fold: dict[str, int], schedule: dict[str, Any], zero: int
+) -> None:
+    optimizer = {"kind": "sgd", "lr": 1.0, "clip": 0.5}
+    _equals_one_process(ranks, _recipe(workers, fold, zero, schedule=schedule, optimizer=optimizer))
+
+
 def _sides(rank: int, recipe: Recipe) -> tuple[int, bool]:
     """Return how many partitions the optimizer updates, and whether gradients reach each of them on the host by a copy."""
     with engine_on(recipe, rank) as (engine, groups):
@@ -78,6 +98,7 @@ def _sides(rank: int, recipe: Recipe) -> tuple[int, bool]:
         return len(updated), apart and on_host and not any(before) and all(bool(flat.grad.any()) for flat in updated)
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("schedule", [_REDUCTIONS[0], _REDUCTIONS[2]], ids=str)
 def test_gradients_are_copied_to_the_host(ranks: Any, schedule: dict[str, Any]) -> None:
     for count, copied in ranks(2).run(_sides, _recipe(2, {"ep": 2}, 1, schedule=schedule), timeout=_SECONDS):
@@ -150,8 +171,7 @@ _KEYS: dict[str, Any] = {
     "comms_logger": {"enabled": True, "verbose": False, "prof_all": True}, "dump_state": False, "memory_breakdown": True,
     "steps_per_print": 1000, "wall_clock_breakdown": True,
     "zero_optimization": {
-        "allgather_bucket_size": 1000, "contiguous_gradients": False, "reduce_bucket_size": 1000, "reduce_scatter": False,
-        "use_multi_rank_bucket_allreduce": False,
+        "allgather_bucket_size": 1000, "reduce_bucket_size": 1000, "use_multi_rank_bucket_allreduce": False,
     },
 }  # fmt: skip
 
