@@ -15,7 +15,10 @@ from tests.foldray.parity import BATCH, Held, check_equal, engine_on, make_recip
 
 STEPS = 4
 ADAMW = {"kind": "adamw", "lr": 0.05, "decay": "constant", "clip": 1.0}
-_ENGINES: list[dict[str, Any]] = [{"kind": "torch", "zero": zero} for zero in (0, 1, 2)]
+_ENGINES: list[dict[str, Any]] = [
+    *({"kind": "torch", "zero": zero} for zero in (0, 1, 2)),
+    {"kind": "torch", "zero": 1, "offload": "optimizer"},
+]
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "tensor parallel, slices of experts": (4, {"tp": 2, "ep": 2, "etp": 2}, {}),
     "context parallel": (4, {"cp": 2, "ep": 4}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}}),
