@@ -14,21 +14,22 @@ LARGEST_DECAY = 1 - 2**-8
 
 
 class _Given(NamedTuple):
-    """The values of a key of DeepSpeed: their type, what is said of others, and a number that must divide them."""
+    """The values of a key of DeepSpeed: what is said of others, and a number that divides them; None for true and false."""
 
-    type: type
     rule: str
-    unit: int = 1
+    unit: int | None
 
     def takes(self, value: Any) -> bool:
-        return type(value) is self.type and (self.type is bool or (0 < value < 2**40 and value % self.unit == 0))
+        if self.unit is None:
+            return isinstance(value, bool)
+        return type(value) is int and 0 < value < 2**40 and value % self.unit == 0
 
 
-_FLAG, _COUNT = _Given(bool, "must be true or false"), _Given(int, "must be a whole number of at least 1")
+_FLAG, _COUNT = _Given("must be true or false", None), _Given("must be a whole number of at least 1", 1)
 _HANDED_ON: Mapping[str, _Given] = {
     "comms_logger.enabled": _FLAG, "comms_logger.prof_all": _FLAG, "comms_logger.verbose": _FLAG,
     "dump_state": _FLAG, "memory_breakdown": _FLAG, "steps_per_print": _COUNT, "wall_clock_breakdown": _FLAG,
-    "zero_optimization.allgather_bucket_size": _Given(int, "must be an even number of elements", 2),
+    "zero_optimization.allgather_bucket_size": _Given("must be an even number of elements", 2),
     "zero_optimization.reduce_bucket_size": _COUNT, "zero_optimization.use_multi_rank_bucket_allreduce": _FLAG,
 }  # fmt: skip
 _OWN: Mapping[str, str] = {

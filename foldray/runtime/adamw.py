@@ -34,6 +34,7 @@ class RoundedAdamW(torch.optim.AdamW):
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in memory:
                 memory[key] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        assert parameter.grad is not None, "an engine gives every parameter a gradient"
         given = (parameter, parameter.grad, memory["exp_avg"], memory["exp_avg_sq"])
         for weights, gradients, *moments in zip(*(tensor.view(-1).split(SLICE) for tensor in given), strict=True):
             wide = [moment.to(parameter.dtype) for moment in moments]

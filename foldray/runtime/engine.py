@@ -204,7 +204,7 @@ class TorchEngine:
                 for parameter, values in buffer.gather(self._mine(buffer)):
                     parameter.copy_(values)
                 continue
-            updated = self.host and self.host.weights(buffer)
+            updated = self.host.weights(buffer) if self.host else None
             for parameter in buffer.parameters:
                 values = self.masters[parameter] if updated is None else buffer.part(updated, parameter)
                 if parameter is not values:

@@ -349,5 +349,5 @@ def _config(recipe: Recipe) -> dict:
         "zero_force_ds_cpu_optimizer": False,  # its own optimizer for hosts needs a compiler, and rounds otherwise than torch's
         "steps_per_print": 2**31,
     }
-    given = recipe.engine.deepspeed
+    given: dict[str, Any] = recipe.engine.deepspeed
     return {**ours, **given, "zero_optimization": {**zero, **given.get("zero_optimization", {})}}
