@@ -86,7 +86,7 @@ def test_a_recipe_says_where_its_optimizer_is() -> None:
 # Comparisons with tensors.
 
 
-@pytest.mark.gate(2)
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("moments", [None, "bfloat16"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -67,7 +67,7 @@ def test_the_host_computes_the_bits_of_the_device(
     assert all(map(_equal, found, without))
 
 
-@pytest.mark.gate(1 / 2)
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize(
     ("workers", "fold", "schedule"),
@@ -98,7 +98,7 @@ def _sides(rank: int, recipe: Recipe) -> tuple[int, bool]:
         return len(updated), apart and on_host and not any(before) and all(bool(flat.grad.any()) for flat in updated)
 
 
-@pytest.mark.gate(1)
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("schedule", [_REDUCTIONS[0], _REDUCTIONS[2]], ids=str)
 def test_gradients_are_copied_to_the_host(ranks: Any, schedule: dict[str, Any]) -> None:
     for count, copied in ranks(2).run(_sides, _recipe(2, {"ep": 2}, 1, schedule=schedule), timeout=_SECONDS):
@@ -120,7 +120,7 @@ def _interrupted(rank: int, recipe: Recipe, there: Recipe, folder: Path) -> list
         return [straight, go_on(fresh, groups, there, range(2, 4))]
 
 
-@pytest.mark.gate(1 / 2)
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("offload", [True, False], ids=["to the device", "to the host"])
 @pytest.mark.parametrize("schedule", [_REDUCTIONS[0], _REDUCTIONS[2]], ids=str)
 @pytest.mark.parametrize("zero", [1, 2])
@@ -160,7 +160,7 @@ def _skipped(rank: int, recipe: Recipe) -> bool:
     return kept and moved and total == total
 
 
-@pytest.mark.gate(1 / 2)
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("schedule", [_REDUCTIONS[0], _REDUCTIONS[2]], ids=str)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_skipped_step_leaves_the_host_as_it_is(ranks: Any, zero: int, schedule: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def _handed_on(rank: int, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any
         return found, {"config": config, "stage": int(zero.stage), "reduce_bucket_size": engine.optimizer.reduce_bucket_size}
 
 
-@pytest.mark.gate(1 / 2)
+@pytest.mark.gate(1 / 3)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("schedule", [_REDUCTIONS[0], _REDUCTIONS[2]], ids=str)
 @pytest.mark.parametrize("zero", [1, 2])
