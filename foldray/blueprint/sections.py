@@ -212,7 +212,7 @@ class RouterSpec(Strict):
     """Choose the experts of each token by a pattern instead of by their scores, to measure an
     uneven routing. The share of expert e (from 0) is proportional to (e + 1)^−skew (Zipf's law),
     but no more than all tokens. 0 is even. `foldray train` needs null."""
-    shares: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    shares: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(max_length=MOST_EXPERTS)] | None = None
     """The same with any shares: the share of all tokens for each expert, which sum to `topk`, such as
     recorded ones (`--routes`). It cannot be combined with `skew`."""
 

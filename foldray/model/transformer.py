@@ -17,7 +17,7 @@ from foldray.blueprint import Layout, Maker, Ownership, ParameterSpec
 from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.kernels.autograd import Later
-from foldray.kernels.transfer import to_device
+from foldray.kernels.transfer import move, to_device
 from foldray.model.attention import ContextMode, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
@@ -170,6 +170,8 @@ class Transformer(nn.Module):
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
         """Give the routers the assignments of an optimizer step on all ranks, which move their biases (`Router.update`)."""
+        device = next(self.parameters()).device
+        count_ME = count_ME if count_ME.device == device else move(count_ME, device)  # the host need not wait
         for layer, router in self.routers():
             router.update(count_ME[self.spec.moe_layers.index(layer)])
 

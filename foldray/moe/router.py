@@ -172,7 +172,8 @@ class Router(nn.Module):
     def update(self, count_E: torch.Tensor) -> None:
         """Take the assignments of an optimizer step on all ranks, before dropping. A step without any leaves no frequencies."""
         count_E = count_E.to(self.bias)
-        self.frequency.copy_(count_E / count_E.sum().clamp_min(1))
+        if self.spec.balance_scope == "global_batch":
+            self.frequency.copy_(count_E / count_E.sum().clamp_min(1))
         if self.spec.bias_rate:
             self.update_bias(count_E)
 

@@ -234,6 +234,7 @@ class RunHealth:
                 "dead": int(health.dead.max()),
                 "starved": int(health.starved.max()),
             },
+            "moved": [{"step": step, "experts": record["experts"]} for step, record in sorted(self.history.placed.items())],
             "routes": self.routes,
         }
 
@@ -247,17 +248,18 @@ class RunHealth:
         for row in [*balance["layers"], {"layer": "worst", **balance["worst"]}]:
             ratios = f"{row['max_over_mean']:.2f}", f"{row['rank_max_over_mean']:.2f}", f"{row['entropy']:.4f}"
             table.add_row(str(row["layer"]), *ratios, str(row["dead"]), str(row["starved"]))
-        return "\n".join([head, "", *_lines(table, Console()), "", _EXPERTS_LEGEND, *self._routes_text()])
+        return "\n".join([head, "", *_lines(table, Console()), "", _EXPERTS_LEGEND, *self._further_text()])
 
-    def _routes_text(self) -> list[str]:
-        if self.routes is None:
-            return []
-        median, most, highest = self.routes["overload"]
-        over = f"fullest rank over the mean: median {median:.2f}, 95 % below {most:.2f}, at most {highest:.2f}"
-        return [
-            "",
-            f"recorded routes of {self.routes['steps']} steps: {over}; {self.routes['stays']:.0%} of the rows stay on their rank",
-        ]
+    def _further_text(self) -> list[str]:
+        lines = []
+        if self.history.placed:
+            lines.append(f"experts changed places after {len(self.history.placed)} steps")
+        if self.routes is not None:
+            median, most, highest = self.routes["overload"]
+            over = f"fullest rank over the mean: median {median:.2f}, 95 % below {most:.2f}, at most {highest:.2f}"
+            stays = f"{self.routes['stays']:.0%} of the rows stay on their rank"
+            lines.append(f"recorded routes of {self.routes['steps']} steps: {over}; {stays}")
+        return ["", *lines] if lines else []
 
 
 def _with_file(run: str, file: str) -> Path:

@@ -169,6 +169,8 @@ class History(Sink):
         """The steps after which training went on with more workers."""
         self.spikes: dict[int, records.Spiked] = {}
         """Losses that stood out, by step."""
+        self.placed: dict[int, records.Placed] = {}
+        """The steps after which experts changed places."""
         self.slow: dict[int, records.Slow] = {}
         """Ranks that the others wait for."""
         self.imbalance = Course(_POINTS)
@@ -256,6 +258,9 @@ class History(Sink):
     def take_spiked(self, record: records.Spiked) -> None:
         self.spikes[record["step"]] = record
 
+    def take_placed(self, record: records.Placed) -> None:
+        self.placed[record["step"]] = record
+
     def take_slow(self, record: records.Slow) -> None:
         self.slow.pop(record["rank"], None)
         if record["goes_on"]:
@@ -297,7 +302,7 @@ class History(Sink):
         self.course.add(step, load)
 
     def _rewind(self, step: int) -> None:
-        by_steps: tuple[dict[int, Any], ...] = self.validations, self.checkpoints, self.spikes
+        by_steps: tuple[dict[int, Any], ...] = self.validations, self.checkpoints, self.spikes, self.placed
         for by_step in by_steps:
             for later in [key for key in by_step if key > step]:
                 del by_step[later]

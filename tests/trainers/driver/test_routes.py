@@ -135,6 +135,7 @@ def test_experts_that_change_places_change_no_loss(storage: Path, ray_session: N
     told = [record for record in records_of(moves) if record["kind"] == "placed"]
     assert told
     assert all(record["expected"] < record["overload"] for record in told)
+    assert sorted(moves.run.folder.history.placed) == [record["step"] for record in told]
     assert losses(moves) == pytest.approx(losses(stays), abs=1e-10)
     begun = fit(routed(storage, {"ep": 2}, moe={"place_every": 1}, training={"stop_after": 3}, **skewed))
     resumed = fit(
