@@ -54,6 +54,7 @@ class Recorded:
         for file in files:
             self._attempts[file.attempt][file.rank].append(file)
         self._known: dict[FileName, np.ndarray] = {}
+        self._counts: dict[int, tuple[FileName, np.ndarray]] = {}  # by rank: of the file that was read last
 
     def check(self, about: About) -> None:
         """Raise a UserError if these routes are not of the tokens of a training."""
@@ -91,7 +92,7 @@ class Recorded:
         files = self._files(step)
         result = np.zeros((len(files), len(self.about.layers), self.about.experts), np.int64)
         for row, file in zip(result, files, strict=True):
-            counts, at = self._array(file, "counts"), int(np.searchsorted(self._steps_in(file), step))
+            counts, at = self._counts_in(file), int(np.searchsorted(self._steps_in(file), step))
             rows = self._rows(file)
             if counts.shape != (len(self._steps_in(file)), len(rows), self.about.experts):
                 raise self._damaged(file, f"has counts of the shape {list(counts.shape)}")
@@ -143,9 +144,17 @@ class Recorded:
                 return files
         return []
 
+    def _counts_in(self, file: FileName) -> np.ndarray:
+        """Return the counts of a file, which has many steps. Whoever reads step by step reads it once."""
+        known, counts = self._counts.get(file.rank, (None, None))
+        if known != file or counts is None:
+            counts = self._array(file, "counts")
+            self._counts[file.rank] = file, counts
+        return counts
+
     def _steps_in(self, file: FileName) -> np.ndarray:
         if file not in self._known:
-            steps = self._array(file, "steps")
+            steps = self._array(file, "steps").astype(np.int64)
             if steps.ndim != 1 or not len(steps) or (np.diff(steps) <= 0).any():
                 raise self._damaged(file, "has steps that do not rise")
             self._known[file] = steps
@@ -172,7 +181,7 @@ class Recorded:
             raise self._damaged(file, f"has no {name} that can be read") from None
         if array.dtype.kind not in "iu":
             raise self._damaged(file, f"has a {name} of {array.dtype}, not of whole numbers")
-        return array.astype(np.int64)
+        return array
 
     def _opened(self, file: FileName) -> zipfile.ZipFile:
         try:

@@ -29,6 +29,7 @@ class RouteWriter:
         self._steps: list[int] = []
         self._counts: list[np.ndarray] = []
         self._arrays: dict[str, np.ndarray] = {}
+        self._bytes = 0
         self._thread = ThreadPoolExecutor(1, "routes")
         self._writing: Future[None] | None = None
 
@@ -57,7 +58,9 @@ class RouteWriter:
             self._arrays["positions"] = chosen[0].position_s.cpu().numpy()
             self._arrays[f"experts_{step}"] = narrow(expert_MBsK, self._about.experts - 1)
             self._arrays[f"sequences_{step}"] = np.array(sequences, np.int64)
-        if sum(array.nbytes for array in (*self._arrays.values(), *self._counts)) >= _MOST:
+            self._bytes += self._arrays[f"experts_{step}"].nbytes
+        self._bytes += self._counts[-1].nbytes
+        if self._bytes >= _MOST:
             self.flush()
 
     def flush(self) -> None:
@@ -68,7 +71,7 @@ class RouteWriter:
         counts = np.stack(self._counts)
         arrays = {**self._arrays, "steps": np.array(self._steps, np.int64), "counts": narrow(counts, int(counts.max(initial=0)))}
         name = str(FileName(self._attempt, self._steps[-1], self._rank))
-        self._steps, self._counts, self._arrays = [], [], {}
+        self._steps, self._counts, self._arrays, self._bytes = [], [], {}, 0
         self._writing = self._thread.submit(self._write, name, arrays)
 
     def close(self) -> None:

@@ -131,12 +131,6 @@ def finish(state: dict[str, Any]) -> None:
     state["folded"].engine.load_shards()
 
 
-def close(state: dict[str, Any]) -> None:
-    held: _Held = state.pop("folded")
-    held.engine.close()
-    held.groups.close()
-
-
 def _weights(engine: Engine) -> Iterator[Shard]:
     return (shard for shard in engine.shards() if shard.key.startswith(PREFIX))
 
