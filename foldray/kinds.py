@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Half = Literal["attention", "experts", "both"]
-Cut = Literal["slices", "micro_batches", "output", "sequence", "chunk"]
+Cut = Literal["slices", "micro_batches", "output", "sequence", "chunk", "weights"]
 """The data that an op works on: a slice of attention, a MoE micro-batch, a piece of a block's output (a slice if that block is
-dense, else a MoE micro-batch), a sequence, or a chunk of gradients. A handover backward has a slice."""
+dense, else a MoE micro-batch), a sequence, a chunk of gradients, or weights. A handover backward has a slice."""
 
 EMBED, PROJECT, GATHER, ATTENTION, FFN, HEAD = "embed", "project", "gather", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
 SHARED = "shared"
-HANDOVER, REDUCE, STAGE = "handover", "reduce", "stage"
+HANDOVER, REDUCE, COPY, STAGE = "handover", "reduce", "copy", "stage"
 
 
 class OpKind(NamedTuple):
@@ -72,6 +72,9 @@ _ROWS = (
     OpKind(GATHER, "slices", "K", "keys, values", "#be185d", "keys and values of a slice to the context group", travels="keys"),
     OpKind(HANDOVER, "output", ">", "handover", "#0e7490", "activations or their gradient between stages", travels="handovers"),
     OpKind(REDUCE, "chunk", "g", "gradients", "#b8860b", "gradients to their sum over ranks", travels="gradients"),
+    OpKind(
+        COPY, "weights", "c", "copies", "#7c3aed", "weights of experts to their copies, gradients back home", "experts", "copies"
+    ),
     OpKind(STAGE, "sequence", "S", "stage", "#6b7280", "all blocks of a virtual stage"),
 )
 

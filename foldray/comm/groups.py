@@ -85,6 +85,7 @@ class Groups:
     activity: Activity
     timeout: timedelta | None
     _process_groups: list[dist.ProcessGroup]
+    _node: Callable[[int], int] | None = None
     tokens_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
     rows_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
 
@@ -125,7 +126,9 @@ class Groups:
             nodes = tuple(map(node, ranks)) if node else ()
             communicators[name] = Communicator(name, ranks, ranks.index(rank), group, nodes, traffic, activity)
         groups = [group for group, _ in made.values() if group]
-        return cls(fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=groups)
+        return cls(
+            fold, rank, **communicators, traffic=traffic, activity=activity, timeout=timeout, _process_groups=groups, _node=node
+        )
 
     def process_group(self, family: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Make another process group of a family, even for a single member, and return it with its members.
@@ -136,6 +139,14 @@ class Groups:
         assert group is not None
         self._process_groups.append(group)
         return group, ranks
+
+    def communicator(self, name: str, family: str) -> Communicator:
+        """Make the communicator of a further class of traffic. Every rank of the fold must call this."""
+        group, ranks = _process_group(self.fold, self.rank, family, self.timeout, traffic=name)
+        if group is not None:
+            self._process_groups.append(group)
+        nodes = tuple(map(self._node, ranks)) if self._node else ()
+        return Communicator(name, ranks, ranks.index(self.rank), group, nodes, self.traffic, self.activity)
 
     def close(self) -> None:
         """Destroy the process groups. Otherwise threads and sockets would pile up in a process that makes new groups."""

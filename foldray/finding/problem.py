@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from foldray.clock import COMPUTE, Cost
 from foldray.graph import Op, Schedule, StepGraph
-from foldray.kinds import EMBED, HEAD, REDUCE
+from foldray.kinds import COPY, EMBED, HEAD, REDUCE
 
 
 class Problem:
@@ -54,7 +54,7 @@ class Problem:
             tuple((numbers.setdefault(channel if lane == COMPUTE else lane, len(numbers)), seconds) for lane, seconds in each)
             for channel, each in zip(self.channel, costs, strict=True)
         ]
-        self.group = [-1 if op.kind == REDUCE else op.micro_batch // graph.batch_degree for op in self.ops]
+        self.group = [-1 if op.kind in (COPY, REDUCE) else op.micro_batch // graph.batch_degree for op in self.ops]
         self.block = [(group, op.layer) for group, op in zip(self.group, self.ops, strict=True)]
         at = {
             (places[0], op.layer) for op, places, channel in zip(self.ops, self.places, self.channel, strict=True) if channel < 0

@@ -17,6 +17,7 @@ from foldray.graph.step_ops import StepOps
 from foldray.kinds import (
     ATTENTION,
     COMBINE,
+    COPY,
     COUNTS,
     DISPATCH,
     EMBED,
@@ -46,8 +47,9 @@ class StepGraph(StepOps):
 
     def needs(self, op: Op) -> tuple[Op, ...]:
         if op.kind == REDUCE:
-            makers = ((kind, layer, m) for kind, layer in self.makers(op) for m in range(self.micro_batches))
-            return tuple(piece for kind, layer, m in makers for piece in self.pieces(kind, layer, m, self.adds(kind)))
+            return tuple(piece for maker in self.makers(op) for piece in self.adding(*maker))
+        if op.kind == COPY:
+            return () if op.direction == "F" else self.adding(EXPERT, op.layer)
         if op.direction == "W":
             return (*self.left_by(op), *self._added_before(op))
         if op.direction == "R":
@@ -171,7 +173,8 @@ class StepGraph(StepOps):
         if kind in (COMBINE, MERGE) and self.merges_onwards(layer):  # the rows' receiver learns from the handover how many come
             past = self._overlapping(op, self.handovers("F", self.stage_of[layer], op.micro_batch))
             return (op._replace(kind=EXPERT if kind == COMBINE else COMBINE), *past)
-        return tuple(op._replace(kind=name) for name in _BEFORE[kind] if self.has(name, layer))
+        copies = (Op(COPY, "F", layer),) if kind == EXPERT and layer in self.copied else ()
+        return (*(op._replace(kind=name) for name in _BEFORE[kind] if self.has(name, layer)), *copies)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that produce the input of a slice of attention."""

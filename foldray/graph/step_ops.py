@@ -26,6 +26,7 @@ from foldray.graph.slicing import Slicing
 from foldray.kinds import (
     ATTENTION,
     COMBINE,
+    COPY,
     COUNTS,
     DISPATCH,
     EMBED,
@@ -94,6 +95,8 @@ class StepOps:
             evaluation, there are places of more blocks, because it leaves those of further tokens out.
         gathers: whether the keys and values of a slice are gathered from other ranks, in ops of their own.
         tied: whether the head's weight is the embedding's, so that both add to the same gradients.
+        copied: blocks of which experts have copies. Once in a step, their weights travel to the copies (`copy` F), and the
+            gradients of all micro-batches come home (`copy` B).
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -110,6 +113,7 @@ class StepOps:
     later: tuple[str, ...] = ()
     tied: bool = False
     whole: bool = False
+    copied: tuple[int, ...] = ()
 
     @cached_property
     def positions(self) -> int:
@@ -162,7 +166,9 @@ class StepOps:
 
     def alone(self, stages: tuple[tuple[BlockSpec, ...], ...], later: tuple[str, ...] = ()) -> Self:
         """Return a step of one micro-batch with the same cuts, through other stages at a position each, without reductions."""
-        return replace(self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later)
+        return replace(
+            self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later, copied=()
+        )
 
     @property
     def apart(self) -> bool:
@@ -204,6 +210,7 @@ class StepOps:
     # The ops.
 
     def ops(self) -> Iterator[Op]:
+        yield from (Op(COPY, "F", layer) for layer in self.copied)
         for m in range(self.micro_batches):
             forward = [op for stage in range(len(self.stages)) for op in self._stage(stage, m)]
             yield from forward
@@ -215,6 +222,7 @@ class StepOps:
                     elif op.kind != COUNTS:
                         yield from self.backward_of(op)
                         yield from (left for left in self.weights(op) if left.part == op.part)
+        yield from (Op(COPY, "B", layer) for layer in self.copied)
         for position in range(len(self.chunks)):
             yield from self.reductions(position)
 
@@ -228,9 +236,16 @@ class StepOps:
 
     def makers(self, op: Op) -> tuple[Maker, ...]:
         """Return the kinds and blocks of the ops that complete the gradients of a `reduce` op. Those of attention come from
-        projections, too, if these are ops of their own."""
+        projections, too, if these are ops of their own; the last ones of experts come from their copies."""
         several = {ATTENTION: tuple(dict.fromkeys((ATTENTION, self.entry)))}
-        return tuple((maker, layer) for kind, layer in self.chunk(op).makers for maker in several.get(kind, (kind,)))
+        made = ((maker, layer) for kind, layer in self.chunk(op).makers for maker in several.get(kind, (kind,)))
+        return tuple((COPY if kind == EXPERT and layer in self.copied else kind, layer) for kind, layer in made)
+
+    def adding(self, kind: str, layer: int) -> tuple[Op, ...]:
+        """Return the ops that add to the gradients of a kind's weights at a block."""
+        if kind == COPY:
+            return (Op(COPY, "B", layer),)
+        return tuple(op for m in range(self.micro_batches) for op in self.pieces(kind, layer, m, self.adds(kind)))
 
     def _stage(self, stage: int, m: int) -> Iterator[Op]:
         """Return the forward ops of a stage for one micro-batch, with the handover to the next stage."""
@@ -317,6 +332,8 @@ class StepOps:
 
     def _cuts(self, kind: str, layer: int) -> tuple[int, ...]:
         cut = OP_KINDS[self.output(layer) if kind == HEAD else kind].cut
+        if cut == "weights":
+            return (0, self.slicing.length)
         return self._slice_cuts if cut == "slices" else self._micro_batch_cuts
 
     def _handover_cuts(self, direction: str, stage: int) -> tuple[int, ...]:

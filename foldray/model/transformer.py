@@ -18,6 +18,7 @@ from foldray.blueprint.parameters import GradientClass
 from foldray.comm import Groups
 from foldray.kernels.autograd import Later
 from foldray.kernels.transfer import move, to_device
+from foldray.kinds import EXPERT
 from foldray.model.attention import ContextMode, Place
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.batch import Batch, Losses
@@ -348,7 +349,10 @@ class Transformer(nn.Module):
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """Return this rank's parameters that get a gradient from the backward of ops of this kind and block."""
-        return self._made_by.get((kind, layer), [])
+        made = self._made_by.get((kind, layer), [])
+        moe = getattr(self.blocks[str(layer)], "moe", None) if kind == EXPERT else None
+        copies = moe.copies if isinstance(moe, MoELayer) else None
+        return made if copies is None else [*made, *copies.parameters]
 
     def makers(self, parameter: nn.Parameter) -> tuple[Maker, ...]:
         """Return the ops whose backward has a gradient for a parameter (`Ownership.makers`)."""
@@ -365,6 +369,12 @@ class Transformer(nn.Module):
             device = next(self.parameters()).device
             self._positions[length] = to_device([layout.piece(length) for layout in layouts], device, torch.int64)
         return self._positions[length]
+
+    def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
+        """Yield the MoE layers of which this rank has both halves, with the numbers of their blocks."""
+        for layer, block in self.blocks.items():
+            if isinstance(moe := getattr(block, "moe", None), MoELayer):
+                yield int(layer), moe
 
     def routers(self) -> Iterator[tuple[int, Router]]:
         """Yield the routers of this rank, with the numbers of their blocks."""

@@ -33,6 +33,7 @@ from foldray.kernels.autograd import ByHand
 from foldray.kernels.expert_rows import ExpertRows
 from foldray.kernels.transfer import start_reading
 from foldray.moe.balance import Balance
+from foldray.moe.copies import CopiedExperts
 from foldray.moe.router import Router, Routing, TokenPiece
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
@@ -217,6 +218,10 @@ class Layer(Protocol):
     @property
     def shared(self) -> Expert | None:
         """The shared expert: [B, s, H] → [B, s, H]; None if the layer has none."""
+
+    @property
+    def copies(self) -> CopiedExperts | None:
+        """The copies of experts; None if there is no room for them."""
 
     def route(self, h_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Choose the experts of each token of a piece (`Router.forward`)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from foldray.kernels.lora import ExpertAdapters, adapted_ffn, adapted_ffn_by_han
 from foldray.kernels.permutation import combine, combine_by_hand, pad_by_expert, permute, sort_by_expert
 from foldray.moe.balance import Balance
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
+from foldray.moe.copies import CopiedExperts
 from foldray.moe.exchange import WIRES, AllToAll, Wire
 from foldray.moe.once import InsideNode, OncePerRank
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
@@ -39,7 +40,7 @@ class TorchPermutation:
     """
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
-        experts, drops = routing.tally.count_BE.shape[1], routing.keep_TK is not None
+        experts, drops = routing.targets, routing.keep_TK is not None
         if routing.capacity is None:
             token_N, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
             return permute(x_TH, token_N, position_TK, drops=drops), Sent(count_E, (position_TK, drops))
@@ -61,6 +62,9 @@ class Experts(nn.Module):
 
     With adapters, `up_lora_a` [E_local, H, R] and `up_lora_b` [E_local, R, W] are those of the first product, `down_lora_a`
     [E_local, F, R] and `down_lora_b` [E_local, R, H] those of the second one. Matrices that ETP does not cut are on each rank.
+
+    Attributes:
+        copied: the copies of other ranks' experts, whose rows come behind those of the own ones; at most one stack of them.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(len(ids), share.inner, hidden))
         self.up_bias = nn.Parameter(self.up.new_empty(len(ids) * share.width)) if share.bias else None
         self.down_bias = nn.Parameter(self.up.new_empty(len(ids) * hidden)) if share.bias else None
+        self.copied: list[Experts] = []  # a list, because they are no part of the model's state
         self.adapter = adapter
         if adapter and adapter.inwards:
             self._add_adapter("up", adapter.rank)
@@ -113,13 +118,26 @@ class Experts(nn.Module):
             expert_NK: the numbers of the experts on this rank; −1 for experts of other ranks.
             counts: number of rows of each local expert, if the host knows it; with None, it waits for the device.
         """
-        kept = None if counts is None else sum(counts)
-        token_M, position_NK, count_E = sort_by_expert(expert_NK.to(torch.int64), expert_NK >= 0, len(self.ids), kept)
+        kept, experts = (None, len(self.ids)) if counts is None else (sum(counts), len(counts))
+        token_M, position_NK, count_E = sort_by_expert(expert_NK.to(torch.int64), expert_NK >= 0, experts, kept)
         y_MH = self.compute(permute(rows_NH, token_M, position_NK), ExpertRows.counted(count_E, counts))
         return combine(y_MH, position_NK, weight_NK)
 
     def compute(self, rows_NH: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         """Compute each local expert on its rows, which are sorted by expert."""
+        stacks = self._stacks(rows_NH, rows)
+        return _joined([experts._compute(x_NH, of) for experts, x_NH, of in stacks])
+
+    def _stacks(self, rows_NH: torch.Tensor, rows: ExpertRows) -> list[_Stack]:
+        """Return the stacks of experts that have rows, each with its own."""
+        own = len(self.ids)
+        if not self.copied or len(rows.counts) == own:
+            return [_Stack(self, rows_NH, rows)]
+        counts = rows.counts[:own], rows.counts[own:]
+        parts = rows_NH.split([sum(of) for of in counts])
+        return list(map(_Stack, (self, *self.copied), parts, map(ExpertRows.of, counts)))
+
+    def _compute(self, rows_NH: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
         biases: Biases = (None, None)
         if self.up_bias is not None and self.down_bias is not None:
             biases = (self.up_bias.view(len(self.ids), -1), self.down_bias.view(len(self.ids), -1))
@@ -130,18 +148,27 @@ class Experts(nn.Module):
 
     def by_hand(self, rows_NH: torch.Tensor, received: Received) -> ByHand:
         """Do as `forward`, for rows without weights and without ETP, but without autograd."""
-        x_NH, biases = dispatch_postprocess(rows_NH, received), (self.up_bias, self.down_bias)
-        weights = x_NH, received.by_expert, self.up, self.down
-        if (adapters := self.adapters) is not None:
-            y_NH, backward = adapted_ffn_by_hand(*weights, adapters, self.share.ffn, self._leave(*adapters.factors), biases)
-        else:
-            y_NH, backward = expert_ffn_by_hand(*weights, self.share.ffn, self._leave(self.up, self.down), biases)
+        stacks = self._stacks(dispatch_postprocess(rows_NH, received), received.by_expert)
+        results, backwards = zip(*(experts._by_hand(x_NH, rows) for experts, x_NH, rows in stacks), strict=True)
+        sizes = [len(y_NH) for y_NH in results]
 
         def differentiate(dy_NH: torch.Tensor) -> tuple[list[torch.Tensor], dict[nn.Parameter, torch.Tensor]]:
-            (dx_NH,), parts = backward(dispatch_postprocess(dy_NH, received))
-            return [combine_preprocess(dx_NH, received)], parts
+            given = dispatch_postprocess(dy_NH, received)
+            parts: dict[nn.Parameter, torch.Tensor] = {}
+            gradients = []
+            for backward, part_NH in zip(backwards, given.split(sizes), strict=True):
+                (dx_NH,), of_stack = backward(part_NH)
+                gradients.append(dx_NH)
+                parts.update(of_stack)
+            return [combine_preprocess(_joined(gradients), received)], parts
 
-        return ByHand(combine_preprocess(y_NH, received), differentiate)
+        return ByHand(combine_preprocess(_joined(results), received), differentiate)
+
+    def _by_hand(self, x_NH: torch.Tensor, rows: ExpertRows) -> ByHand:
+        weights, biases = (x_NH, rows, self.up, self.down), (self.up_bias, self.down_bias)
+        if (adapters := self.adapters) is not None:
+            return adapted_ffn_by_hand(*weights, adapters, self.share.ffn, self._leave(*adapters.factors), biases)
+        return expert_ffn_by_hand(*weights, self.share.ffn, self._leave(self.up, self.down), biases)
 
     @property
     def adapters(self) -> ExpertAdapters | None:
@@ -172,6 +199,18 @@ class Experts(nn.Module):
                 rows += found.get(name, [])
         biases = [f"{expert}.{part}_bias" for expert in self.ids for part in names]
         return parts | {"up_bias": columns(dict.fromkeys(biases, inner), before=())}
+
+
+class _Stack(NamedTuple):
+    """A stack of experts, and its rows."""
+
+    experts: Experts
+    rows_NH: torch.Tensor
+    rows: ExpertRows
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def dispatch_postprocess(rows_NH: torch.Tensor, received: Received) -> torch.Tensor:
@@ -242,6 +281,15 @@ class MoELayer(nn.Module):
         self.once = OncePerRank(ep, inside) if backend.dispatch == "rank" else None
         assert self.once or inside == 1, "tokens that travel once to each node must travel once to each rank"
         self.inside = InsideNode(groups.tokens_inside, inside * len(ids)) if inside > 1 else None
+        self.copies: CopiedExperts | None = None
+
+    def make_room(self, room: int, over: Communicator) -> CopiedExperts:
+        """Have room for copies of other ranks' experts. `over` is the expert-parallel group."""
+        home = self.experts
+        stack = Experts(range(room), home.share, home.down.shape[-1], home.slices, home.kind, home.later)
+        stack.to(home.up).requires_grad_(home.up.requires_grad)
+        home.copied, self.copies = [stack], CopiedExperts(home, len(home.ids), stack, room, over)
+        return self.copies
 
     def forward(self, h_BSH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, Balance]:
         """Run all phases one after another in one autograd graph (`run_layer`)."""
@@ -260,7 +308,8 @@ class MoELayer(nn.Module):
         if self.inside is None:
             return self.experts(rows, received)
         inside = received.inside
-        return self.inside.run(lambda rows: self.experts(rows, inside), rows, inside.leaving_by_rank, inside.rows_by_rank)
+        node = self.inside._replace(experts=self.inside.ranks.size * len(inside.rows_by_runs[0]))  # of which copies have places
+        return node.run(lambda rows: self.experts(rows, inside), rows, inside.leaving_by_rank, inside.rows_by_rank)
 
     def experts_by_hand(self, received: Received) -> Callable[..., ByHand] | None:
         if self.once is not None or self.experts.slices.size > 1 or self.experts.kind == "loop":

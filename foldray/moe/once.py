@@ -57,7 +57,7 @@ class OncePerRank(NamedTuple):
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[tuple[torch.Tensor, ...], Sent]:
         """Return rows [T · D, H], their weights, and the numbers of their experts; and the state that `decode` needs."""
-        experts, chosen, places = routing.tally.count_BE.shape[1], Chosen.of(routing), self.ranks // self.inside
+        experts, chosen, places = routing.targets, Chosen.of(routing), self.ranks // self.inside
         room = len(x_TH) * min(routing.expert_TK.shape[1], places)
         encoded = encode(x_TH, chosen, experts, places, room)
         chosen_M = chosen.owners(experts, experts).flatten()

@@ -40,6 +40,7 @@ class Routing:
         capacity: number of rows that every expert is padded to; None without padding.
         tally: the piece's share of the balance of its micro-batch; its scores and z carry gradients.
         replaced: number of given assignments that the gate would not have chosen, int64 scalar; None if none are given.
+        places: number of places that rows can go to, if `expert_TK` has places; None if it has experts.
     """
 
     expert_TK: torch.Tensor
@@ -48,6 +49,12 @@ class Routing:
     capacity: int | None
     tally: Tally
     replaced: torch.Tensor | None = None
+    places: int | None = None
+
+    @property
+    def targets(self) -> int:
+        """Number of what `expert_TK` counts: experts, or their places."""
+        return self.tally.count_BE.shape[1] if self.places is None else self.places
 
 
 class TokenPiece(NamedTuple):

@@ -37,7 +37,7 @@ class TutelPermutation:
 
     def encode(self, x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sent]:
         """Copy tokens to rows. The tokens must be float32 or bfloat16; Tutel would round float64."""
-        experts = routing.tally.count_BE.shape[1]
+        experts = routing.targets
         _, position_TK, count_E = sort_by_expert(routing.expert_TK, routing.keep_TK, experts)
         rows = max(1, int(count_E.max())) if routing.capacity is None else routing.capacity
         place_TK = position_TK - (count_E.cumsum(0) - count_E)[routing.expert_TK]

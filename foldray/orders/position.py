@@ -5,6 +5,8 @@ The graph says what an op needs. An op that no generator orders begins once the 
 - A piece of a head goes backward right after its forward, so that the logits of one piece exist at a time.
 - Gradients of weights that backwards leave (W) are computed while the next op travels, and before the end of the pass. Those of
   a head need the gradients of its logits, so they come before its next piece.
+- Weights of experts leave for their copies when the forward of their block begins. The gradients come home once the last
+  micro-batch has added to them; meanwhile the block before goes backward, and only then are they reduced.
 - Gradients are reduced as the kind of reduction says:
 
 | kind | source | when a chunk is reduced |
@@ -29,7 +31,7 @@ from foldray.clock.times import OpCosts
 from foldray.graph.chunks import Reduction
 from foldray.graph.op import Op
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import HANDOVER, HEAD, OP_KINDS, REDUCE
+from foldray.kinds import COPY, EXPERT, HANDOVER, HEAD, OP_KINDS, REDUCE
 
 
 class PositionList:
@@ -43,17 +45,20 @@ class PositionList:
     def __init__(self, graph: StepGraph, position: int, reduction: Reduction, costs: OpCosts | None = None):
         self.graph, self.costs, self._ops = graph, costs if reduction.gives_way else None, list[Op]()
         chunks, at_the_end = list(graph.reductions(position)), reduction.kind == "end"
-        self._weights, self._reductions = list[Op](), deque(chunks if at_the_end else ())  # what can begin
+        self._weights, self._reductions = list[Op](), deque[Op]()  # what can begin
+        self._last = chunks if at_the_end else []
         # Of what cannot begin yet, how much it needs, and how much of this is in the list.
         self._wanted, self._there = dict[Op | Maker, int](), Counter[Op | Maker]()
-        self._chunks_of: dict[Maker, list[Op]] = defaultdict(list)
+        self._completed_by: dict[Maker, list[Op]] = defaultdict(list)
+        self._copying = {layer for layer in graph.copied if graph.at[layer].experts == position}  # whose weights have not left
+        self._home = list[Op]()  # chunks whose last gradients are on their way home
+        for layer in self._copying:
+            self._expect((EXPERT, layer), Op(COPY, "B", layer))
         for op in () if at_the_end else chunks:
             makers = graph.makers(op)
             self._wanted[op] = len(makers)
             for maker in makers:
-                self._chunks_of[maker].append(op)
-                pieces = tuple(graph.pieces(*maker, direction=graph.adds(maker[0])))
-                self._wanted[maker] = graph.micro_batches * len(pieces)
+                self._expect(maker, op)
         # By the times of the ops: when the computation that has begun ends, when the link is idle, and when ops arrive.
         self._now = self._link = 0.0
         self._arrival: dict[Op, float] = {}
@@ -76,7 +81,12 @@ class PositionList:
     def end(self) -> tuple[Op, ...]:
         """Return the list with all that has not begun."""
         self._compute_weights()
-        return (*self._ops, *self._reductions)
+        return (*self._ops, *self._reductions, *self._home, *self._last)
+
+    def _expect(self, maker: Maker, op: Op) -> None:
+        """Let an op begin once all ops of a maker have added to gradients."""
+        self._completed_by[maker].append(op)
+        self._wanted[maker] = len(self.graph.adding(*maker))
 
     def _compute_weights(self, heads: bool = True) -> None:
         weights, self._weights = self._weights, []
@@ -88,6 +98,9 @@ class PositionList:
 
     def _put(self, op: Op) -> None:
         """Put an op into the list, and what can begin with it to what can begin."""
+        if op.direction == "F" and op.layer in self._copying and op.kind not in (COPY, HANDOVER):
+            self._copying.remove(op.layer)
+            self._put(Op(COPY, "F", op.layer))
         if self.costs is not None:
             self._take_time(op, self.costs)
         self._ops.append(op)
@@ -96,11 +109,21 @@ class PositionList:
                 self._wanted[left] = len(self.graph.left_by(left))
                 self._weights += filter(self._is_last, [left])
         maker = op.kind, op.layer
-        if maker in self._chunks_of and op.direction == self.graph.adds(op.kind) and self._is_last(maker):
-            self._reductions += filter(self._is_last, self._chunks_of[maker])
-            if self.costs is None:
-                self._ops += self._reductions
-                self._reductions.clear()
+        if maker in self._completed_by and op.direction == self.graph.adds(op.kind) and self._is_last(maker):
+            self._complete(op)
+
+    def _complete(self, last: Op) -> None:
+        """Put what can begin after the last op that adds to gradients: their way home, or chunks of them."""
+        for op in self._completed_by[last.kind, last.layer]:
+            if op.kind == COPY:
+                self._reductions += self._home
+                self._home.clear()
+                self._put(op)
+            elif self._is_last(op):
+                (self._home if last.kind == COPY else self._reductions).append(op)
+        if self.costs is None:
+            self._ops += self._reductions
+            self._reductions.clear()
 
     def _is_last(self, key: Op | Maker) -> bool:
         """Count one more of what something needs. Return whether it was the last one."""

@@ -302,6 +302,8 @@ def _check_backend(recipe: Description) -> None:
         raise UserError("moe.dispatch", "rank", rule, ["assignment"])
     if recipe.moe.place_every is not None:
         _check_places(recipe)
+    if recipe.moe.copies:
+        _check_copies(recipe)
     if recipe.moe.wire is not None and recipe.precision not in _NARROWED[recipe.moe.wire]:
         rule = f"rounds numbers, and precision: {recipe.precision} " + (
             "has no wider ones" if recipe.precision == "bfloat16" else "is for exact comparisons"
@@ -333,6 +335,25 @@ def _check_places(recipe: Description) -> None:
         rule = "numbers experts anew, and recorded routes name them by number (routes.record_tokens, routes.replay)"
     if rule is not None:
         raise UserError("moe.place_every", every, rule, ["null"])
+
+
+def _check_copies(recipe: Description) -> None:
+    """Check that experts may have copies."""
+    room, fold, rule, legal = recipe.moe.copies, recipe.fold, None, [0]
+    if fold.ep == 1:
+        rule = "is for copies on other workers of an expert-parallel group; it needs fold.ep of at least 2"
+    elif recipe.placement is not None:
+        rule = "is for workers that own both tokens and experts, and placement parts them"
+    elif recipe.model.adapter is not None:
+        rule = "is for experts that training changes, and frozen ones stay (model.adapter)"
+    elif recipe.model.router.pad:
+        rule = "evens loads out, and padding gives every expert equally many rows (model.router.pad)"
+    elif recipe.moe.backend == "tutel":
+        rule = "is for foldray's own kernels; Tutel's pad every expert's rows (moe.backend)"
+    elif room > (others := recipe.model.experts // fold.ep * (fold.ep - 1)):
+        rule, legal = f"must be at most {others}, the experts of other workers in a block", [*range(others + 1)]
+    if rule is not None:
+        raise UserError("moe.copies", room, rule, legal)
 
 
 def _check_space(recipe: Description) -> None:

@@ -110,6 +110,15 @@ class MoeSpec(Strict):
     block change places between workers, with their optimizer state, if the fullest worker's load then
     falls by a twentieth or more. Routers number them anew, so every token keeps its experts. Null
     leaves experts where they are."""
+    copies: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Copies of other workers' experts that each worker has room for, in each block. The experts with
+    the most tokens in the last steps get copies on workers that have few. Their weights travel there
+    once in a step, beside what is computed, and the copies' gradients travel back. A copy takes as
+    many tokens as make loads even, and at least so many that their rows are as many bytes as the copy
+    itself. 0 makes no copies."""
+    copies_every: Steps = 10
+    """Optimizer steps from one choice of the experts with copies to the next one. The first choice is
+    made after the first step."""
     wire: Literal["bfloat16", "float8"] | None = None
     """How rows are written on their way to experts and back. Null sends them as they are.
     `bfloat16` rounds them: a number is off by at most 1/256 of it. `float8` (e4m3) is for rows on

@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -17,9 +18,10 @@ from foldray.comm import Groups, Pending
 from foldray.errors import UserError
 from foldray.finding import Found, settle
 from foldray.graph import Chunk, Op, StepGraph
-from foldray.kinds import HANDOVER, REDUCE
+from foldray.kinds import COPY, HANDOVER, REDUCE
 from foldray.model import Batch, ChosenExperts, Losses, Transformer
 from foldray.orders import KINDS, OVERLAPS, Ordering, ordered_schedule, position_list
+from foldray.runtime.copying import CopyChoice, CopyTraffic, Tables
 from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.graphs import CapturedOps, Captures, compare
@@ -60,6 +62,8 @@ class Execution:
         self.last: StepGraph | None = None
         self.weights: Weights | None = None
         self.keeps_experts, self.experts = False, list[ChosenExperts]()
+        self.copies = CopyTraffic(model, gradients)
+        self.copying: CopyChoice | None = None
         self.reorder(ordering or Ordering())
         self._position, self._stage = groups.position, groups.stage
 
@@ -69,6 +73,24 @@ class Execution:
         self.model.slice(ordering.slicing.attention if ordering.slicing else None)
         self._orders: dict[StepGraph, tuple[Op, ...]] = {}
         if self.captures is not None:
+            self.captures.forget()
+
+    def copy_hot_experts(self, room: int, every: int) -> None:
+        """Have room for copies of experts in every MoE block, and copy hot ones from the second training step on.
+
+        Every rank of the fold must call this.
+
+        Args:
+            every: number of steps from one choice of these experts to the next one.
+        """
+        self.copies.make_room(room, self.groups)
+        self.copying = CopyChoice(self.model, self.groups, room, every, self.copy_experts)
+
+    def copy_experts(self, tables: Tables) -> None:
+        """Have these copies of experts in training steps from the next one on. All ranks need the same tables."""
+        before = self.copies.blocks
+        self.copies.put(tables)
+        if self.captures is not None and self.copies.blocks != before:
             self.captures.forget()
 
     @property
@@ -108,6 +130,8 @@ class Execution:
         Returns:
             This rank's contributions to the losses, one for each part of a micro-batch (`ordering.batch_degree`).
         """
+        if self.copying is not None:
+            self.copying.decide()
         parts = [part for batch in batches for part in batch.cut(self.ordering.batch_degree)]
         compared = self.captures is not None and self.captures.begin(self.trace is not None)
         if compared:
@@ -117,6 +141,8 @@ class Execution:
         losses = self._run(parts)
         if compared:
             compare(self.model, eager, self.gradients.views)
+        if self.copying is not None:
+            self.copying.count(losses)
         return losses
 
     def _run(self, parts: Sequence[Batch], captured: bool = True) -> list[Losses]:
@@ -166,7 +192,7 @@ class Execution:
         """Return the graph of a step in an ordering (`Ordering.graph`)."""
         # Evaluation predicts the next token only.
         stages = (map(self.model.spec.block, stage.layers) for stage in self.model.ownership.stages)
-        return ordering.graph(
+        graph = ordering.graph(
             self.model.ownership,
             tuple(tuple(block for block in blocks if backward or not block.mtp) for blocks in stages),
             length,
@@ -176,6 +202,7 @@ class Execution:
             backward,
             chunks,
         )
+        return replace(graph, copied=self.copies.blocks) if backward and self.copies.blocks else graph
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Return the chunks of gradients by position; for other positions than this rank's, none."""
@@ -217,7 +244,7 @@ class _Run:
     def __init__(self, execution: Execution, batches: Sequence[Batch], training: bool, captured: bool = False):
         model, self.gradients = execution.model, execution.gradients
         self.groups, self.graph, self.trace = execution.groups, execution.graph(batches, training), execution.trace
-        self.order = execution.order(self.graph)
+        self.order, self.copies = execution.order(self.graph), execution.copies
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.weights = Weights(batches, self.groups, dtype, model.spec) if training else None
         half = micro_batch_type(self.groups)
@@ -228,7 +255,7 @@ class _Run:
         self.micro_batches = []
         for number, batch in enumerate(batches):
             ops = partial(CapturedOps, slots[number]) if slots else OpGraphs
-            ops_of_batch = ops(model, self.graph, self.gradients.sum_of, training, now)
+            ops_of_batch = ops(model, self.graph, self.copies.sum_of, training, now)
             self.micro_batches.append(half(model, batch, ops_of_batch, self.weights))
         self.sending = deque[Pending]()  # handovers that may not have left
 
@@ -260,6 +287,7 @@ class _Run:
             micro_batch.finish()
         if self.weights is not None:
             self.weights.finish()
+        self.copies.finish()
         if self.graph.chunks:
             self.gradients.finish()
         if trace is not None:
@@ -269,7 +297,10 @@ class _Run:
     def _start(self, op: Op) -> Pending | None:
         """Run an op. Return the data that it has put in flight."""
         if op.kind == REDUCE:
+            self.copies.wait_home(layer for kind, layer in self.graph.makers(op) if kind == COPY)
             return self.gradients.start(self.graph.chunk(op))
+        if op.kind == COPY:
+            return self.copies.start(op)
         if op.kind == HANDOVER:
             self.groups.tokens_queue.advance()  # other stages count on the order of the list
             return self._hand_over(op)

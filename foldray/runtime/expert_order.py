@@ -77,6 +77,8 @@ def reorder_experts(engine: Engine, groups: Groups, orders: Orders) -> None:
     _move_experts(shards, groups.control, device, orders)
     _turn_routers(shards, groups.control, device, orders)
     engine.load_shards()
+    if (copying := engine.execution.copying) is not None:
+        copying.renumber(orders)
     for layer, router in engine.model.routers():
         if layer in orders and router.pattern is not None:
             router.pattern.renumber(orders[layer])

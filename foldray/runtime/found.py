@@ -101,7 +101,7 @@ def lane_of(graph: StepGraph, groups: Groups, op: Op) -> str:
     if travels == "tokens" and graph.apart:
         sender, receiver = graph.where(op)
         return "rows up" if sender < receiver else "rows down"
-    if travels == "tokens":
+    if travels in ("tokens", "copies"):
         of: tuple[Communicator, ...] = (groups.tokens, groups.rows_up)
     elif travels == "keys":
         of = (groups.context,)

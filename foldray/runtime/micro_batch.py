@@ -19,6 +19,7 @@ from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT,
 from foldray.model import Batch
 from foldray.moe import Layer, Routing, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
+from foldray.moe.copies import CopiedExperts
 from foldray.runtime.micro_batch_state import Aside, Bypass, MicroBatchState, part_of
 from foldray.runtime.op_graphs import Computed, ComputesByHand
 
@@ -88,6 +89,8 @@ class MicroBatch(MicroBatchState):
         layer, part = self._layer(op), part_of(op)
 
         def rows_of(h_TH: torch.Tensor, routing: Routing) -> Computed:
+            if op.layer in self.graph.copied:
+                routing = cast(CopiedExperts, layer.copies).spread(routing)
             rows, sent = layer.dispatch_preprocess(h_TH, routing)
             return Computed([*rows, routing.weight_TK], sent)
 
@@ -113,6 +116,8 @@ class MicroBatch(MicroBatchState):
 
     def expert_forward(self, op: Op) -> None:
         layer, received = self._layer(op), self._received[part_of(op)]
+        if op.layer in self.graph.copied:
+            cast(CopiedExperts, layer.copies).wait()
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
         by_hand, plain = layer.experts_by_hand(received), lambda *rows: Computed([layer.run_experts(rows, received)])
         (y_NH,), _ = self.graphs.compute(op, ComputesByHand(by_hand) if by_hand else plain, *rows)

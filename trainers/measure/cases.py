@@ -80,6 +80,7 @@ CASES: Mapping[str, Case] = {
              _route(capacity_factor=0.5, drop="position", drop_scope="sequence")),
         Case("recomputation", "state that counts twice if a forward runs twice",
              _set("schedule", recompute=list(RECOMPUTABLE))),
+        Case("copied experts", "gradients that stay with copies of experts, or are added twice", _set("moe", copies=1)),
         Case("accumulation", "gradients scaled by the number of micro-batches", _accumulated),
     )
 }  # fmt: skip

@@ -81,6 +81,9 @@ def _by_times(recipe: Recipe, groups: Groups, device: torch.device, batches: Seq
     engine = _stirred(make_engine(recipe, groups, device))
     if ordering is not None:
         engine.execution.reorder(ordering)
+    if (copying := engine.execution.copying) is not None:  # as many copies as there may be, however little they bring
+        count_ME = all_losses(engine.execution.evaluate(batches), groups.control).count_ME
+        copying.choose(count_ME.tolist(), worth=0.0)
     return engine
 
 

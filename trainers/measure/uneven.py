@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from foldray.blueprint import ModelSpec, pattern_shares, rank_shares, visits_of_a_token
+from foldray.blueprint.copying import Copies
 from foldray.clock import Recording, replay
 from foldray.comm import Groups
 from foldray.errors import UserError
@@ -76,7 +77,7 @@ def _measure(
     for number in range(WARM_UP + rounds):
         even: tuple[StepGraph, list[Recording]] | None = None
         for model, turns in zip(models, measured, strict=True):
-            _route_by(engine, model)
+            _route_by(recipe, engine, model)
             if even is None:
                 engine.execution.trace = trace
                 graph, *_ = timed_step(recipe, engine, groups, device)
@@ -87,32 +88,54 @@ def _measure(
             timed = timed_step(recipe, engine, groups, device)
             count_ME = groups.control.all_reduce(torch.stack([loss.count_ME for loss in timed.losses]).sum(0))
             turn = slowest(groups, {"step_ms": timed.seconds * 1e3}, device)
-            turn["overload"] = float(max_over_mean(on_ranks(count_ME.cpu().numpy(), groups.fold.ep)).mean())
-            turn["predicted"] = predicted(recipe, (models[0], model), groups, *even)
+            by_rank, table = on_ranks(count_ME.cpu().numpy(), groups.fold.ep), _copies(engine)
+            turn["overload"] = max(table.rank_shares(_loads(recipe, model))) if table else float(max_over_mean(by_rank).mean())
+            turn["predicted"] = predicted(recipe, (models[0], model), table, groups, *even)
             if number >= WARM_UP:
                 turns.append(turn)
     return {"measured": measured} if groups.rank == groups.fold.offset else None
 
 
-def _route_by(engine: Engine, model: ModelSpec) -> None:
+def _route_by(recipe: Recipe, engine: Engine, model: ModelSpec) -> None:
     for _, router in engine.model.routers():
         shares = pattern_shares(model)
         assert shares is not None
         router.pattern = Pattern(shares)
+    if (copying := engine.execution.copying) is not None:
+        copying.choose([_loads(recipe, model)] * len(model.moe_layers))
+
+
+def _loads(recipe: Recipe, model: ModelSpec) -> list[float]:
+    """Return the rows of each expert in a step, of one expert-parallel group."""
+    tokens = recipe.training.global_batch * recipe.data.seq_len / recipe.placed_fold.edp
+    return [share * tokens for share in pattern_shares(model) or ()]
+
+
+def _copies(engine: Engine) -> Copies | None:
+    """Return the copies of each block; None without copies."""
+    copying = engine.execution.copying
+    return next(iter(copying.tables.values()), None) if copying is not None else None
 
 
 def predicted(
-    recipe: Recipe, models: tuple[ModelSpec, ModelSpec], groups: Groups, graph: StepGraph, recordings: Sequence[Recording]
+    recipe: Recipe,
+    models: tuple[ModelSpec, ModelSpec],
+    copies: Copies | None,
+    groups: Groups,
+    graph: StepGraph,
+    recordings: Sequence[Recording],
 ) -> float:
     """Return the step under a model's pattern over a recorded step with an even one.
 
-    `models` has the model with the even pattern, and with the uneven one.
+    Args:
+        models: the model with the even pattern, and with the uneven one.
+        copies: those of each block under the uneven one. Their own way is left out.
     """
     fold = groups.fold
-    shares = rank_shares(models[1], fold.ep)
-    # Rows of the fullest rank: of assignments, or of tokens that go there, or to its node.
-    once = recipe.moe.dispatch == "rank" or fold.disjoint
-    even, most = (max(visits_of_a_token(model, fold.ep_across) if once else rank_shares(model, fold.ep)) for model in models)
+    shares = copies.rank_shares(_loads(recipe, models[1])) if copies else rank_shares(models[1], fold.ep)
+    even, most = 1.0, max(shares)  # rows of the fullest rank: of assignments, or of tokens that go there, or to its node
+    if (recipe.moe.dispatch == "rank" or fold.disjoint) and copies is None:
+        even, most = (max(visits_of_a_token(model, fold.ep_across)) for model in models)
 
     def scale(op: Op, rank: int) -> float:
         if op.kind in (DISPATCH, COMBINE):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from foldray.comm import Count
+    from foldray.runtime.copying import Decision
 
 
 class Totals(NamedTuple):
@@ -54,6 +55,7 @@ class Finished(NamedTuple):
         flops: model FLOPs of a step.
         peak, products: FLOP/s of all ranks, by their GPUs' data sheets (NaN if one is not known), and of measured products.
         health: how evenly experts were used; None without MoE layers.
+        copied: the last choice of experts with copies; None if there is no room for any, or none was made yet.
     """
 
     recipe: Recipe
@@ -67,6 +69,7 @@ class Finished(NamedTuple):
     peak: float
     products: float
     health: Health | None
+    copied: Decision | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,14 @@ METRICS = (
     Metric("load_max_over_mean", _of_health(lambda health: float(health.max_over_mean.max())),
            "Load of the fullest expert over the mean load, in the worst layer", "expert_load/max_over_mean", "expert_overload"),
     Metric("rank_max_over_mean", _of_health(lambda health: float(health.rank_max_over_mean.max())),
-           "Load of the fullest rank over the mean load, in the worst layer", "expert_load/rank_max_over_mean", "rank_overload"),
+           "Load of the fullest rank over the mean load, in the worst layer, with each expert at home",
+           "expert_load/rank_max_over_mean", "rank_overload"),
+    Metric("expert_copies", lambda step: step.copied.copies if step.copied else None,
+           "Copies of experts in an expert-parallel group, of all layers", "expert_load/copies", "expert_copies"),
+    Metric("copied_rank_max_over_mean", lambda step: step.copied.expected if step.copied else None,
+           "Load of the fullest rank over the mean load, with copies, mean over the layers, as expected when they were chosen",
+           "expert_load/copied_rank_max_over_mean", "copied_rank_overload", "newest",
+           shown=("overload with copies of experts", "{:.2f} (mean of the newest steps)")),
     Metric("load_entropy", _of_health(lambda health: float(health.entropy.min())),
            "Entropy of the load over ln(experts), in the worst layer", "expert_load/entropy"),
     Metric("dead_experts", _of_health(lambda health: int(health.dead.sum())), "Experts of all layers without a token",

@@ -27,6 +27,8 @@ def make_engine(recipe: Recipe, groups: Groups, device: torch.device) -> Engine:
     if recipe.schedule.graphs != "off" and device.type == "cuda":
         captures = Captures(CudaRecorder(device), captured_kinds(recipe, device), recipe.schedule.graphs == "check")
         engine.execution.captures = captures
+    if recipe.moe.copies:
+        engine.execution.copy_hot_experts(recipe.moe.copies, recipe.moe.copies_every)
     return engine
 
 

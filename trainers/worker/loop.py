@@ -214,8 +214,9 @@ class Worker:
         # The counts are on the host already, because biases of experts need them.
         health = Health.of([totals.count_ME.numpy()], self.recipe.placed_fold.ep) if moe else None
         finished = Finished(
-            self.recipe, totals, rate, norm, seconds, trained, self.guard.skipped, self.flops, self.peak, self.products, health
-        )
+            self.recipe, totals, rate, norm, seconds, trained, self.guard.skipped, self.flops, self.peak, self.products, health,
+            copying.last if (copying := self.engine.execution.copying) is not None else None,
+        )  # fmt: skip
         record = {
             "kind": "step", "step": done, **{metric.name: metric.measure(finished) for metric in self.metrics},
             "load": totals.count_ME.tolist() if moe else None, "by_layer": health.by_layer() if health else None,

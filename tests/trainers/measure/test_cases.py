@@ -15,6 +15,7 @@ from foldray.model import IGNORED, Transformer
 from foldray.model.attention_mask import AttentionMask
 from foldray.model.layers import FeedForward
 from foldray.moe.balance import Balance, Sequences
+from foldray.moe.copies import CopiedExperts
 from foldray.moe.router import TopKGate
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
@@ -159,6 +160,10 @@ def _twice(differentiate: Any) -> Any:
     return wrong
 
 
+def _stay_with_copies(start_home: Any) -> Any:
+    return lambda self, sum_of: start_home(self, torch.zeros_like)
+
+
 FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "as it is": ("tp2-cp2-ep4", Gradients, "finish", _doubled_gradients),
     "masked tokens": ("tp2-ep2-etp2", Weights, "__init__", _mean_over_ranks),
@@ -176,6 +181,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "further tokens": ("tp2-cp2-ep4", Transformer, "enter", _of_own_piece),
     "dropped tokens": ("tp2-cp2-ep4", Sequences, "whole", _by_rank),
     "recomputation": ("pp2-cp2-ep2", OpGraphs, "differentiate", _twice),
+    "copied experts": ("tp2-cp2-ep4", CopiedExperts, "start_home", _stay_with_copies),
     "accumulation": ("tp2-ep2-etp2", Weights, "__init__", _mean_of_micro_batches),
 }
 

@@ -1,0 +1,120 @@
+"""Copies of experts on other ranks: steps are as without copies, whichever experts have some, under every fold and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foldray.blueprint.copying import Copies, copy_experts
+from foldray.runtime import Trace
+from tests.foldray.parity import check_equal, engine_on, go_by_times, go_on, make_recipe, one_process
+from tests.foldray.runtime.test_expert_order import ADAMW
+
+STEPS = 4
+CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "two ranks": (2, {"ep": 2}, {}),
+    "grouped products": (4, {"ep": 4}, {"moe": {"experts": "grouped"}}),
+    "tensor parallel, slices of experts": (4, {"tp": 2, "ep": 2, "etp": 2}, {}),
+    "context parallel": (4, {"cp": 2, "ep": 4}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}}),
+    "pipeline": (4, {"pp": 2, "ep": 2}, {"schedule": {"kind": "one_a_one_m", "degree": 2}}),
+    "virtual stages": (4, {"pp": 2, "ep": 2}, {"schedule": {"virtual_stages": 2}}),
+    "two replicas": (8, {"ep": 2, "tp": 2}, {"engine": {"kind": "torch", "zero": 1}}),
+    "chunks": (4, {"ep": 2}, {"schedule": {"reduction": "chunks", "sp_bytes": 2048}, "engine": {"kind": "torch", "zero": 2}}),
+    "buckets": (4, {"ep": 2}, {"schedule": {"reduction": "buckets", "sp_bytes": 2048}}),
+    "a found list": (4, {"ep": 4}, {"schedule": {"kind": "list", "degree": 2}}),
+    "a found list with chunks": (
+        4, {"ep": 2}, {"schedule": {"kind": "list", "degree": 2, "reduction": "chunks", "sp_bytes": 2048}},
+    ),
+    "woven": (2, {"ep": 2}, {"schedule": {"kind": "weave"}}),
+    "recomputation": (2, {"ep": 2}, {"schedule": {"recompute": ["expert", "attention"]}}),
+    "gradients whole": (2, {"ep": 2}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "whole"}}),
+    "parts along the batch": (2, {"ep": 2}, {"schedule": {"kind": "flow"}}),
+    "biases": (2, {"ep": 2}, {"model": {"router": {"logit_bias": True}, "expert_bias": True}}),
+    "once to each rank": (4, {"ep": 4}, {"moe": {"dispatch": "rank"}}),
+    "once to each node": (4, {"ep": 4, "ep_inside": 2}, {"moe": {"dispatch": "rank"}}),
+    "muon": (2, {"ep": 2}, {"optimizer": {"kind": "muon", "lr": 0.05, "decay": "constant"}}),
+    "further tokens": (2, {"ep": 2}, {"model": {"mtp_depth": 1}}),
+    "a pattern": (4, {"ep": 4}, {"model": {"router": {"skew": 1.0}}}),
+    "dense blocks": (2, {"ep": 2}, {"model": {"layers": 4, "moe_every": 2}}),
+}  # fmt: skip
+
+
+def tables_of(recipe: Any, step: int) -> dict[int, Copies]:
+    """Return copies for random loads, other ones in each step, and none before the second step."""
+    generator, experts, ep = torch.Generator().manual_seed(step), recipe.model.experts, recipe.fold.ep
+    loads = {layer: torch.rand(experts, generator=generator).pow(3).tolist() for layer in recipe.model.moe_layers}
+    tables = {layer: copy_experts(load, ep, room=2) for layer, load in loads.items()}
+    assert any(tables.values()), "no step has copies"
+    return {layer: table or Copies.none(experts, ep, 2) for layer, table in tables.items()} if step else {}
+
+
+def train(rank: int, recipe: Any) -> dict[str, Any]:
+    with engine_on(recipe, rank) as (engine, groups):
+        engine.execution.copies.make_room(2, groups)
+        found: dict[str, Any] = {"losses": [], "norms": []}
+        for step in range(STEPS):
+            engine.execution.trace = Trace() if engine.execution.lacks_costs and step else None
+            then = go_on(engine, groups, recipe, range(step, step + 1))
+            if engine.execution.trace is not None:
+                engine.execution.learn_costs()
+            found = {**then, **{key: found[key] + then[key] for key in ("losses", "norms")}}
+            engine.execution.copy_experts(tables_of(recipe, step + 1))
+        copied = sum(count.calls for (name, _), count in groups.traffic.counts.items() if name == "copies")
+    assert copied, "no weights have travelled"
+    return found
+
+
+@pytest.mark.gate(1 / 3)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_as_without_copies(ranks, case: str) -> None:
+    workers, fold, sections = CASES[case]
+    recipe = make_recipe(workers, fold, **{"optimizer": ADAMW, **sections})
+    check_equal(ranks(workers).run(train, recipe, timeout=240), one_process(recipe, steps=STEPS))
+
+
+FOLDS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "ep2": (2, {"ep": 2}, {}),
+    "ep4": (4, {"ep": 4}, {}),
+    "ep8": (8, {"ep": 8}, {}),
+    "ep2 edp2": (4, {"ep": 2}, {}),
+    "ep2 edp2 zero1": (4, {"ep": 2}, {"engine": {"kind": "torch", "zero": 1}}),
+    "ep2 etp2": (4, {"ep": 2, "etp": 2}, {}),
+    "ep2 tp2": (2, {"ep": 2, "tp": 2}, {}),
+    "ep4 cp2": (4, {"ep": 4, "cp": 2}, {}),
+    "ep4 tp2 cp2": (4, {"ep": 4, "tp": 2, "cp": 2}, {}),
+    "ep2 pp2": (4, {"ep": 2, "pp": 2}, {}),
+    "ep2 pp2 edp2 zero2": (8, {"ep": 2, "pp": 2}, {"engine": {"kind": "torch", "zero": 2}, "schedule": {"reduction": "buckets"}}),
+    "ep4 once to each rank": (4, {"ep": 4}, {"moe": {"dispatch": "rank"}}),
+}
+KINDS: list[dict[str, Any]] = [{"kind": "sequential"}, {"kind": "stream", "degree": 2}, {"kind": "list", "degree": 2}]
+
+
+def train_by_loads(rank: int, recipe: Any, steps: int) -> tuple[dict[str, Any], Any]:
+    with engine_on(recipe, rank) as (engine, groups):
+        found = go_by_times(engine, groups, recipe, steps)
+        return found, engine.execution.copying and engine.execution.copying.last
+
+
+@pytest.mark.nightly("minutes of processor time")
+@pytest.mark.parametrize("skew", [0, 0.5, 1, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["kind"])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_copies_by_loads(ranks, fold: str, kind: dict[str, Any], skew: float) -> None:
+    workers, sizes, given = FOLDS[fold]
+    sections = {"moe": {}, "schedule": {}, **given}
+    sections["moe"] = {"copies": 2, "copies_every": 3, **sections["moe"]}
+    sections["schedule"] = {**kind, **sections["schedule"]}
+    sgd = {"kind": "sgd", "lr": 0.5, "decay": "constant"}  # AdamW would make tiny differences large within 20 steps
+    model = {"router": {"skew": skew}}
+    recipe = make_recipe(workers, sizes, model=model, training={"steps": 20}, optimizer=sgd, **sections)
+    found, decisions = zip(*ranks(workers).run(train_by_loads, recipe, 20, timeout=240), strict=True)
+    check_equal(found, one_process(recipe, steps=20))
+    assert len(set(decisions)) == 1
+    last = decisions[0]
+    if skew == 0:
+        assert last.copies == 0
+    elif skew >= 1:
+        assert last.copies > 0
+        assert last.expected < 0.8 * last.overload
