@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from foldray.blueprint.copying import Copies
 from foldray.comm import Communicator, Pending
 from foldray.kernels.autograd import at_least_float32
+from foldray.kernels.transfer import to_device
 from foldray.moe.router import Routing
 
 _GOLDEN = (5**0.5 - 1) / 2  # the parts of its multiples behind the point are spread evenly, whatever run of them one takes
@@ -38,11 +40,10 @@ class CopiedExperts:
         self._experts, self._room, self._over = experts, room, over
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._coming: Pending | None = None
-        self._leaving: list[list[int]] = []  # for every rank, the experts here that have copies there
-        self._arriving: list[list[int]] = []  # for every rank, the copies here of its experts
-        self._places, device = experts * over.size + room * over.size, self._home[0].device
-        self._bound_P = torch.zeros(self._places, dtype=torch.float64, device=device)
-        self._place_P = torch.zeros(self._places, dtype=torch.int64, device=device)
+        self._places, self._device = experts * over.size + room * over.size, self._home[0].device
+        self._leaving = self._arriving = _Rows.of([[]] * over.size, self._device)  # experts here, and copies here
+        self._bound_P = torch.zeros(self._places, dtype=torch.float64, device=self._device)
+        self._place_P = torch.zeros(self._places, dtype=torch.int64, device=self._device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -53,12 +54,14 @@ class CopiedExperts:
         """Have these copies from the next step on; None has tokens stay with their experts' homes."""
         table = table or Copies.none(self._experts * self._over.size, self._over.size, self._room)
         here, own = self._over.index, self._experts
-        self._leaving = [[expert - here * own for expert in of if expert // own == here] for of in table.of_rank]
+        leaving = [[expert - here * own for expert in of if expert // own == here] for of in table.of_rank]
         mine = list(enumerate(table.of_rank[here]))
-        self._arriving = [[number for number, expert in mine if expert // own == rank] for rank in range(self._over.size)]
+        arriving = [[number for number, expert in mine if expert // own == rank] for rank in range(self._over.size)]
+        self._leaving, self._arriving = _Rows.of(leaving, self._device), _Rows.of(arriving, self._device)
         bounds, places = table.ways(here)
-        self._bound_P.copy_(torch.tensor(bounds, dtype=torch.float64))  # in place, because captured ops read them where they are
-        self._place_P.copy_(torch.tensor(places))
+        # In place, because captured ops read them where they are.
+        self._bound_P.copy_(to_device(bounds, self._device, torch.float64))
+        self._place_P.copy_(to_device(places, self._device, torch.int64))
 
     def spread(self, routing: Routing) -> Routing:
         """Return the routing with places instead of experts. The tokens of an expert go to its places by their shares."""
@@ -72,7 +75,7 @@ class CopiedExperts:
 
         def store(arrived: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
             for copies_RW, part_XW in zip(*self._parts(self._copies, self._room, arrived[0]), strict=True):
-                copies_RW[_flat(self._arriving)] = part_XW
+                copies_RW[self._arriving.on_device] = part_XW
             return []
 
         self._coming = self._start(self._home, self._experts, self._leaving, self._arriving).then(store)
@@ -102,19 +105,16 @@ class CopiedExperts:
         def add(arrived: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
             into = [sum_of(parameter) for parameter in self._home]
             for home_EW, part_XW in zip(*self._parts(into, self._experts, arrived[0]), strict=True):
-                for expert, row_W in zip(_flat(self._leaving), part_XW, strict=True):  # one may have several copies
+                for expert, row_W in zip(self._leaving.numbers, part_XW, strict=True):  # one may have several copies
                     home_EW[expert] += row_W
             return []
 
         return self._start(sums, self._room, self._arriving, self._leaving).then(add)
 
-    def _start(
-        self, tensors: Sequence[torch.Tensor], count: int, leaving: Sequence[Sequence[int]], arriving: Sequence[Sequence[int]]
-    ) -> Pending:
+    def _start(self, tensors: Sequence[torch.Tensor], count: int, leaving: _Rows, arriving: _Rows) -> Pending:
         """Start to send rows of stacked tensors to the ranks, all numbers of an expert together: [X, W]."""
-        rows = _flat(leaving)
-        leaving_XW = torch.cat([tensor.detach().view(count, -1)[rows] for tensor in tensors], 1)
-        return self._over.start_all_to_all(leaving_XW, list(map(len, arriving)), list(map(len, leaving)))
+        leaving_XW = torch.cat([tensor.detach().view(count, -1)[leaving.on_device] for tensor in tensors], 1)
+        return self._over.start_all_to_all(leaving_XW, arriving.by_rank, leaving.by_rank)
 
     @staticmethod
     def _parts(
@@ -125,5 +125,14 @@ class CopiedExperts:
         return stacked, arrived_XW.split([tensor.shape[1] for tensor in stacked], 1)
 
 
-def _flat(lists: Sequence[Sequence[int]]) -> list[int]:
-    return [number for of in lists for number in of]
+class _Rows(NamedTuple):
+    """Rows of stacked tensors, rank by rank: their numbers, the same on the device, and how many each rank gets or sends."""
+
+    numbers: list[int]
+    on_device: torch.Tensor
+    by_rank: list[int]
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]], device: torch.device) -> _Rows:
+        numbers = [number for of_rank in lists for number in of_rank]
+        return cls(numbers, to_device(numbers, device, torch.int64), list(map(len, lists)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from foldray.blueprint import GradientPart, ModelSpec, Ownership
 from foldray.clock import COMPUTE, OpCosts, Recording, ScheduleError, Span, check, op_costs, simulate
+from foldray.finding import find
 from foldray.fold import Fold
 from foldray.graph import REDUCTIONS, Op, Reduction, SliceCost, Slicing, StepGraph, cut_buffer, slice_sequence
 from foldray.orders import OVERLAPS, Overlap, step_schedule
@@ -108,17 +110,49 @@ def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
 
 @given(
     st.sampled_from(list(OVERLAPS)), st.sampled_from(REDUCTIONS), st.integers(1, 4), st.integers(1, 3),
-    st.one_of(st.none(), st.integers(1, 2000)), st.booleans(), st.sampled_from([1, 2]), SECONDS, st.integers(1, 3),
+    st.one_of(st.none(), st.integers(1, 2000)), st.booleans(), st.sampled_from([1, 2]), SECONDS, st.integers(1, 3), st.booleans(),
+    st.sampled_from([(), ("expert",), ("expert", "attention")]),
 )  # fmt: skip
-@examples(150)
-def test_every_list_with_reductions_is_legal(kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag) -> None:
+@examples(200)
+def test_every_list_with_reductions_is_legal(
+    kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag, copies, later
+) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
     stages = ((MOE, DENSE), (DENSE, MOE))[:pp]
-    graph = graph_of(kind, degree, batch_degree, most, ragged=ragged, pp=pp, stages=stages, micro_batches=2 * batch_degree)
+    cuts = {"ragged": ragged, "pp": pp, "stages": stages, "micro_batches": 2 * batch_degree, "later": later}
+    graph = graph_of(kind, degree, batch_degree, most, **cuts)
+    graph = replace(graph, copied=tuple(layer for layer, block in enumerate(graph.blocks) if block.moe)) if copies else graph
     for costs in (None, costs_of(seconds, 0.1, 0.01)):
         schedule = step_schedule(graph, Overlap(kind, lag), None, Reduction(reduction, most), costs)
         check(graph, schedule)
         assert [sum(op.kind == "reduce" for op in ops) for ops in schedule] == [len(chunks) for chunks in graph.chunks]
+        assert sum(op.kind == "copy" for ops in schedule for op in ops) == 2 * len(graph.copied)
+
+
+def test_weights_leave_for_copies_as_their_block_begins_and_gradients_come_home_beside_the_next_backward() -> None:
+    graph = replace(graph_of("sequential", 1, 1, None, stages=((MOE, MOE),), micro_batches=2), copied=(0, 1))
+    for reduction in ("end", "buckets"):
+        (order,) = step_schedule(graph, Overlap("sequential"), None, Reduction(reduction))
+        names = [str(op) for op in order]
+        for layer, first in ((0, "embed F0.0"), (1, "attention F1.0")):
+            assert names[names.index(f"copy F{layer}.0") + 1] == first
+            before = names[names.index(f"copy B{layer}.0") - 1]
+            assert before == f"expert B{layer}.1"
+        sums = [name for name in names if name in ("copy B1.0", "copy B0.0", "attention B1.1", *map(str, graph.reductions(0)))]
+        dense, expert = map(str, graph.reductions(0))
+        assert sums == ["copy B1.0", "attention B1.1", "copy B0.0", dense, expert]
+
+
+def test_a_found_list_has_copies_where_the_link_idles() -> None:
+    graph = replace(graph_of("sequential", 1, 1, None, stages=((MOE, MOE, MOE),)), copied=(0, 1, 2), chunks=())
+    seconds = {"attention": 1.0, "expert": 1.0, "dispatch": 0.8, "combine": 0.8, "copy": 1.5, "route": 0.1, "merge": 0.1}
+    cost = clock_of(graph, costs_of(seconds, 0.0, 0.0))
+    found = find(graph, cost)
+    check(graph, found.schedule)
+    named = simulate(graph, step_schedule(graph, Overlap("sequential")), cost).seconds
+    assert found.seconds <= named
+    (order,) = found.schedule
+    assert order.index(Op("copy", "F", 2)) < order.index(Op("attention", "F", 2)), "weights of later blocks travel early"
 
 
 def test_a_chunk_before_its_gradients_is_refused() -> None:

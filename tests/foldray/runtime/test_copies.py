@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foldray.blueprint.copying import Copies, copy_experts
+from foldray.errors import UserError
 from foldray.runtime import Trace
 from tests.foldray.parity import check_equal, engine_on, go_by_times, go_on, make_recipe, one_process
 from tests.foldray.runtime.test_expert_order import ADAMW
@@ -118,3 +119,76 @@ def test_copies_by_loads(ranks, fold: str, kind: dict[str, Any], skew: float) ->
     elif skew >= 1:
         assert last.copies > 0
         assert last.expected < 0.8 * last.overload
+
+
+def test_copies_even_loads_out() -> None:
+    zipf = [100 / (expert + 1) for expert in range(8)]
+    for ranks, room, left in ((2, 1, 1.0), (4, 1, 1.0), (4, 2, 1.0), (8, 1, 1.042), (8, 2, 1.0)):
+        table = copy_experts(zipf, ranks, room)
+        assert table is not None
+        assert max(table.rank_shares(zipf)) == pytest.approx(left, abs=1e-3), (ranks, room)
+        assert all(len(of) <= room for of in table.of_rank)
+        assert all(expert * ranks // 8 != rank for rank, of in enumerate(table.of_rank) for expert in of), "a copy at home"
+        assert [sum(share_R) for share_R in table.share_ER] == pytest.approx([1.0] * 8)
+    assert copy_experts([1.0] * 8, 4, 2) is copy_experts([0.0] * 8, 4, 2) is None
+    assert copy_experts(zipf, 2, 1, worth=100) is None, "a copy that takes fewer rows than its bytes are worth"
+
+
+def test_tokens_stay_where_there_is_a_copy() -> None:
+    """Expert 0 has four times the load of each other one. Rank 1 gets a copy, and keeps its own tokens for it."""
+    load_E = [4.0, 1.0, 1.0, 1.0]
+    table = copy_experts(load_E, 2, 1)
+    assert table is not None
+    assert table.of_rank == ((), (0,))
+    assert table.share_ER[0] == pytest.approx((0.625, 0.375))  # 3.5 rows for each rank
+    home, copy = table.place(0, 0), table.place(0, 1)
+    assert (home, copy) == (0, 5)
+    for rank, at_home in ((0, 1.0), (1, 0.25)):
+        bounds, places = table.ways(rank)
+        assert len(bounds) == len(places) == table.places == 6
+        assert bounds == sorted(bounds)
+        at = {place: bound for bound, place in zip(bounds, places, strict=True) if bound <= 4}
+        assert at[home] == pytest.approx(at_home)
+        assert at[copy] == 1.0
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_every_rank_sends_the_shares_that_the_loads_ask_for(step: int) -> None:
+    recipe = make_recipe(4, {"ep": 4})
+    for table in tables_of(recipe, step + 1).values():
+        sent_PR = torch.zeros(table.places, 4, dtype=torch.float64)
+        for rank in range(4):
+            bounds, places = table.ways(rank)
+            below = torch.tensor([0.0, *bounds])
+            for place, size in zip(places, below.diff(), strict=True):
+                if size.isfinite():
+                    sent_PR[place, rank] += size
+        for expert, share_R in enumerate(table.share_ER):
+            for rank, share in enumerate(share_R):
+                if share:
+                    assert float(sent_PR[table.place(expert, rank)].mean()) == pytest.approx(share, abs=1e-6)
+        assert float(sent_PR.sum()) == pytest.approx(4 * len(table.share_ER))
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        (
+            {"fold": 1},
+            r"moe\.copies=1: is for copies on other workers of an expert-parallel group; it needs fold\.ep of at least 2",
+        ),
+        ({"model": {"adapter": {"rank": 2}}}, "is for experts that training changes, and frozen ones stay"),
+        ({"model": {"router": {"capacity_factor": 1.0, "pad": True}}}, "padding gives every expert equally many rows"),
+        ({"placement": {"attention": 2, "experts": 2}}, "placement parts them"),
+        (
+            {"moe": {"copies": 5}},
+            r"moe\.copies=5: must be at most 4, the experts of other workers in a block; legal: 0, 1, 2, 3, 4",
+        ),
+    ],
+    ids=str,
+)
+def test_what_can_have_no_copies_is_refused(sections: dict[str, Any], line: str) -> None:
+    given = {"fold": 2, "moe": {}, **sections}
+    fold, moe = given.pop("fold"), {"copies": 1, **given.pop("moe")}
+    with pytest.raises(UserError, match=line):
+        make_recipe(4, fold, **given, moe=moe)

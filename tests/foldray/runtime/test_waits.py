@@ -20,6 +20,9 @@ experts, nothing is sent, and experts read on the device where their rows end.""
 DROPS = {"route F": 1}
 """Without padding, the number of rows that are left after dropping sets the size of a tensor."""
 
+CHOICE = {"between": 3}
+"""The loads by which all ranks choose experts for copies; and twice for a list that they run for the first time."""
+
 PAD = {"router": {"capacity_factor": 1.0, "pad": True}}
 ONCE = {"experts": "grouped", "dispatch": "rank"}
 RECOMPUTE = ["attention", "expert", "ffn"]
@@ -59,6 +62,9 @@ CASES = {
     "experts over ranks": Case(2, {"ep": 2}, {"schedule": {"kind": "aaam", "degree": 2}}, COUNTS),
     "experts over ranks, dropping": Case(2, {"ep": 2}, {"model": {"router": {"capacity_factor": 1.0}}}, {**COUNTS, **DROPS}),
     "padded over ranks": Case(2, {"ep": 2}, {"model": PAD}, {}),
+    "copies of experts, which the second step chooses": Case(
+        2, {"ep": 2}, {"moe": {"copies": 1}, "model": {"router": {"skew": 2}}}, {**COUNTS, **CHOICE}
+    ),
     "tokens once to one rank": Case(1, {}, {"moe": ONCE}, COUNTS),
     "tensors and sequences over ranks": Case(4, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"engine": {"zero": 2}}, COUNTS),
     "sequences compete for capacity": Case(
