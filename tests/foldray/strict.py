@@ -241,6 +241,7 @@ def strict(groups: Groups, ledger: Ledger) -> Groups:
     )
     for queue in ("tokens_queue", "rows_queue"):
         object.__setattr__(found, queue, _AsOnGpu())
+    object.__setattr__(found, "ledger", ledger)
     return found
 
 
@@ -248,11 +249,14 @@ def strict(groups: Groups, ledger: Ledger) -> Groups:
 def strict_groups() -> Iterator[list[Ledger]]:
     """All new groups are strict, and every step must have waited for all operations. Yields the ledgers of the groups."""
     ledgers: list[Ledger] = []
-    create, train, evaluate = Groups.create, Execution.train, Execution.evaluate
+    create, further, train, evaluate = Groups.create, Groups.communicator, Execution.train, Execution.evaluate
 
     def strict_create(*arguments: Any, **options: Any) -> Groups:
         ledgers.append(Ledger())
         return strict(create(*arguments, **{"share": True, **options}), ledgers[-1])
+
+    def strict_further(groups: Any, *arguments: Any) -> StrictCommunicator:
+        return StrictCommunicator(**vars(further(groups, *arguments)), ledger=groups.ledger)
 
     def checked(step: Callable[..., Any]) -> Callable[..., Any]:
         def run(execution: Execution, *arguments: Any) -> Any:
@@ -265,6 +269,7 @@ def strict_groups() -> Iterator[list[Ledger]]:
 
     with (
         patch.object(Groups, "create", strict_create),
+        patch.object(Groups, "communicator", strict_further),
         patch.object(Execution, "train", checked(train)),
         patch.object(Execution, "evaluate", checked(evaluate)),
     ):

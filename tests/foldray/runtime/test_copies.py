@@ -12,6 +12,7 @@ from foldray.errors import UserError
 from foldray.runtime import Trace
 from tests.foldray.parity import check_equal, engine_on, go_by_times, go_on, make_recipe, one_process
 from tests.foldray.runtime.test_expert_order import ADAMW
+from tests.foldray.strict import StrictPools
 
 STEPS = 4
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
@@ -73,6 +74,14 @@ def test_steps_are_as_without_copies(ranks, case: str) -> None:
     workers, fold, sections = CASES[case]
     recipe = make_recipe(workers, fold, **{"optimizer": ADAMW, **sections})
     check_equal(ranks(workers).run(train, recipe, timeout=240), one_process(recipe, steps=STEPS))
+
+
+@pytest.mark.gate(1 / 4)
+@pytest.mark.parametrize("case", CASES)
+def test_nobody_computes_before_weights_or_gradients_have_come(ranks, case: str) -> None:
+    workers, fold, sections = CASES[case]
+    recipe = make_recipe(workers, fold, **{"optimizer": ADAMW, **sections})
+    check_equal(StrictPools(ranks)(workers).run(train, recipe), one_process(recipe, steps=STEPS))
 
 
 FOLDS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
