@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from foldray.costs.candidate import DTYPES, Candidate, Job, Software
+from foldray.costs.copying import CopyRoom
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, load_hardware
 from foldray.costs.memo import Memo
@@ -38,7 +39,8 @@ def as_candidate(recipe: Recipe) -> Candidate:
     batch = recipe.accumulation * recipe.placed_fold.dp * training.micro_batch
     dtype, iterations = DTYPES[recipe.precision], recipe.optimizer.iterations
     travel = recipe.moe.dispatch, recipe.moe.wire, schedule.context
-    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel, **of_optimizer(recipe))
+    copies = CopyRoom(recipe.moe.copies, batch * recipe.data.seq_len) if recipe.moe.copies else None
+    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel, **of_optimizer(recipe), copies=copies)
     stages = schedule.virtual_stages, recipe.engine.zero, schedule.stage_layers
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, *stages)
 

@@ -20,6 +20,7 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
     changes = {
         "cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None),
         "model.router.shares": shares_of(given), "engine.offload": "optimizer" if getattr(given, "offload", False) else None,
+        "moe.copies": getattr(given, "copies", None),
     }  # fmt: skip
     changed = [f"{key}={value}" for key, value in changes.items() if value is not None]
     return Recipe.load(given.recipe, [*given.overrides, *changed])

@@ -89,6 +89,7 @@ def _fit(given: argparse.Namespace) -> int:
 def _space(given: argparse.Namespace, machines: Any) -> Any:
     from foldray.blueprint import ModelSpec
     from foldray.costs.candidate import DTYPES, Job
+    from foldray.costs.copying import CopyRoom
     from foldray.costs.hardware import load_hardware
     from foldray.plan.space import KINDS, Space
     from foldray.refold import of_optimizer
@@ -112,6 +113,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
         raise UserError("expert_gpus", given.expert_gpus, rule, [f"1…{given.gpus - 1}"])
     if not 1 <= given.imbalance <= 1000:
         raise UserError("imbalance", given.imbalance, "must be at least 1", ["1…1000"])
+    if given.copies is not None and not 0 <= given.copies <= 4096:
+        raise UserError("copies", given.copies, "must be a number of copies", ["0…4096"])
     if given.skew is not None and not 0 <= given.skew <= 16:  # also for NaN
         raise UserError("skew", given.skew, "must be a number from 0 to 16")
     router = {"skew": given.skew, "shares": shares_of(given)}
@@ -120,6 +123,8 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     settings = (recipe.optimizer.iterations, recipe.moe.dispatch, recipe.moe.wire, recipe.schedule.context) if recipe else ()
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *settings)
     job = replace(job, **of_optimizer(recipe)) if recipe else replace(job, offload=given.offload)
+    room = recipe.moe.copies if recipe else given.copies or 0
+    job = replace(job, copies=CopyRoom(room, given.global_batch * given.seq_len)) if room else job
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}
     named_kinds = [recipe.schedule.kind] if recipe and recipe.ordering.of_stages else []

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from foldray.blueprint import BlockSpec, ModelSpec, Ownership, stage_positions, step_flops
+from foldray.costs.copying import Copied, CopyRoom, copied
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.graph import Chunk, PipelineGraph, Slicing, StepGraph, cut_buffer
@@ -64,6 +65,7 @@ class Job:
         software: what weights' gradients and states take.
         gradients: how gradients are written on their way to their owner (`engine.wire` of a recipe); None is float32.
         offload: whether the optimizer is on the host (`engine.offload` of a recipe).
+        copies: room for copies of experts (`moe.copies` of a recipe); None for no copies.
     """
 
     model: ModelSpec
@@ -78,6 +80,16 @@ class Job:
     software: Software = OWN_SOFTWARE
     gradients: Literal["bfloat16"] | None = None
     offload: bool = False
+    copies: CopyRoom | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in computation. Only products compute in 8 bits."""
+        return {"fp64": 8, "fp32": 4, "tf32": 4}.get(self.dtype, 2)
+
+    def copied(self, fold: Fold) -> Copied | None:
+        """Return the room for copies of experts on a rank; None without any."""
+        return None if self.copies is None else copied(self.model, fold, self.copies, self.itemsize)
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -195,10 +207,12 @@ class Candidate:
 
     @cached_property
     def reducing(self) -> StepGraph:
-        """The graph of the same step with the reductions of its gradients."""
+        """The graph of the same step with the reductions of its gradients, and with copies of experts."""
         grids = self.fold.views.values() if self.fold.disjoint else [self.fold.attention]
         firsts = [grid.ranks[0] + place * grid.stride("pp") for grid in grids for place in range(grid.length("pp"))]
-        return replace(self.graph, chunks=tuple(tuple(self._chunks(rank)) for rank in firsts))
+        room = self.job.copied(self.fold)
+        copied = self.job.model.moe_layers if room and room.copies else ()
+        return replace(self.graph, chunks=tuple(tuple(self._chunks(rank)) for rank in firsts), copied=copied)
 
     def _chunks(self, rank: int) -> Iterator[Chunk]:
         """Yield the chunks of a rank's float32 gradients. Gradients that only one rank holds are not reduced."""

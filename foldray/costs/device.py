@@ -16,7 +16,6 @@ from itertools import pairwise
 from foldray.costs.candidate import Job
 from foldray.costs.hardware import Hardware, constants, counts
 
-_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}  # per element; every other dtype has 2 (fp8 too: only products compute in fp8)
 FLOAT32, INT64 = 4, 8
 """Bytes of an element."""
 _NARROW: Mapping[str, float] = {"fp8": 4, "mxfp8": 4 + 2 / 32}
@@ -42,7 +41,7 @@ class Device:
     @classmethod
     def of(cls, job: Job, hardware: Hardware, changed: Mapping[str, float] | None = None) -> Device:
         """Return the device for a job's dtype."""
-        return cls(hardware, job.dtype, _BYTES.get(job.dtype, 2), changed or {})
+        return cls(hardware, job.dtype, job.itemsize, changed or {})
 
     @cached_property
     def share(self) -> Mapping[str, float]:

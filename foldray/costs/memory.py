@@ -129,6 +129,10 @@ def _position(
     held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
     several = pipeline.micro_batches * pieces.batch_degree > 1
     held = held._replace(gradients=held.gradients + several * unreduced(rank, content))
+    if (copied := rank.copied) is not None:  # sums of one micro-batch go home block by block
+        mixed = sum(count for block, count in content.blocks if block.moe)
+        sums = copied.room * copied.sums * (mixed if several else min(mixed, 2)) if copied.copies else 0.0
+        held = held._replace(weights=held.weights + copied.room * copied.expert * mixed, gradients=held.gradients + sums)
     kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
     if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes

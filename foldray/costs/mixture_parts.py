@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, MixtureSpec, overload, visits_of_a_token
+from foldray.blueprint import BlockSpec, MixtureSpec, overload, pattern_shares, visits_of_a_token
 from foldray.costs.candidate import Job
+from foldray.costs.copying import Copied
 from foldray.costs.parts import Parts
 from foldray.costs.shares import Work
 from foldray.fold import Fold
@@ -27,12 +28,26 @@ class MixtureParts(Parts):
     @cached_property
     def overload(self) -> float:
         """Rows of the fullest rank over the mean, by the model's routing pattern. The costs are those of the fullest rank."""
-        return overload(self.model, self.fold.ep)
+        if self.copied is None or self.copied.copies is None:
+            return overload(self.model, self.fold.ep)
+        return round(max(self.copied.copies.rank_shares(pattern_shares(self.model) or ())), 9)
+
+    @cached_property
+    def copied(self) -> Copied | None:
+        """The room for copies of experts; None without any."""
+        return self.job.copied(self.fold)
+
+    def copy(self, back: bool) -> Work:
+        """Return the work of a block's `copy` on the busiest rank: weights to their copies, or gradients home (`back`)."""
+        assert self.copied
+        bytes_ = self.copied.moved * (self.copied.sums if back else self.copied.expert)
+        # An exchange counts what a rank sends to itself, too.
+        return self._travel("ep", self.network.exchange("ep", bytes_ * self.fold.ep / (self.fold.ep - 1)))
 
     @cached_property
     def travelling(self) -> Travelling:
         """The rows of a token that travel."""
-        return travelling(self.job, self.fold, self.device.bytes)
+        return travelling(self.job, self.fold, self.device.bytes, self.overload)
 
     def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, moe = self._rows(tokens), _mixture(block)
@@ -165,13 +180,17 @@ class Travelling(NamedTuple):
         return self.inside or self.fullest
 
 
-def travelling(job: Job, fold: Fold, itemsize: int) -> Travelling:
-    """Return the rows of a job's tokens. A number of an activation has `itemsize` bytes, and one of a weight at least four."""
+def travelling(job: Job, fold: Fold, itemsize: int, fuller: float) -> Travelling:
+    """Return the rows of a job's tokens. A number of an activation has `itemsize` bytes, and one of a weight at least four.
+
+    Args:
+        fuller: assignments of the fullest rank over the mean.
+    """
     topk, ep, places, hidden = job.model.topk, fold.ep, fold.ep_across, job.model.hidden
     back = (itemsize if job.wire is None else 2) * hidden
     out, scales = (hidden, _SCALE * math.ceil(hidden / _GROUP)) if job.wire == "float8" else (back, 0)
     if job.dispatch == "assignment":
-        return Travelling(topk, topk * overload(job.model, ep), topk, out, back, scales=scales)
+        return Travelling(topk, topk * fuller, topk, out, back, scales=scales)
     visits, beside = visits_of_a_token(job.model, places), (max(4, itemsize) * topk, _NUMBER * topk)
     inside = ep * max(visits_of_a_token(job.model, ep)) if places < ep else 0.0
     return Travelling(sum(visits), places * max(visits), min(topk, places), out, back, beside, scales, inside)

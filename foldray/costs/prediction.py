@@ -27,7 +27,7 @@ from foldray.costs.rank import OpWork, pieces_of
 from foldray.costs.shares import Shares, Stretch
 from foldray.costs.updates import WHOLE, Departure, least_behind, stage_updates
 from foldray.graph import Direction, Reduction, gathers
-from foldray.kinds import HANDOVER, OP_KINDS, STAGE
+from foldray.kinds import ATTENTION, HANDOVER, OP_KINDS, STAGE
 
 _PERIODS = 2  # simulated rounds of a pipeline; every further round takes as long as the one before
 
@@ -120,6 +120,27 @@ class Step:
         seconds = [sum([update.gather + update.optimizer for update in updates]) for updates in stages]
         return [sum([seconds[form] for form in forms]) for forms in self.layout.forms_at]
 
+    @cached_property
+    def copying(self) -> list[float]:
+        """For every position, seconds of copies of experts that attention of their blocks does not hide."""
+        exposed = [self._copied(content)[0] for content in self.layout.contents]
+        return [sum(exposed[form] for form in forms) for forms in self.layout.forms_at]
+
+    def _copied(self, content: Content) -> tuple[float, float]:
+        """Return the exposed seconds and all seconds of copies of a stage's experts. They travel once in a step."""
+        rank, exposed, whole = self.rank, 0.0, 0.0
+        if rank.copied is None or rank.copied.copies is None:
+            return exposed, whole
+        for block, count in content.blocks:
+            for back in (False, True) if block.moe else ():
+                beside = sum(
+                    rank.price(ATTENTION, back, tokens, block).seconds for tokens in pieces_of(self.pieces.slicing.attention)
+                )
+                seconds = rank.copy(back).seconds
+                exposed += count * max(0.0, seconds - beside)
+                whole += count * seconds
+        return exposed, whole
+
     # Bounds.
 
     def simulated_bound(self) -> float:
@@ -183,7 +204,8 @@ class Step:
     def _end(self, place: int, reduction: Reduction) -> float:
         """Return the seconds until a position has updated its weights."""
         _, exposed, whole, delayed = self.reductions(reduction)[place]
-        return self.pipeline[place].end + delayed + exposed + self._crowding * (whole - exposed) + self.behind[place]
+        ends = self.pipeline[place].end + self.copying[place]
+        return ends + delayed + exposed + self._crowding * (whole - exposed) + self.behind[place]
 
     @shared(attrgetter("_known"))
     def reductions(self, reduction: Reduction) -> list[Reduced]:
@@ -260,6 +282,9 @@ class Step:
             ("launch", passes.waiting),
             ("pp", sent * self.rank.handover.seconds),  # exposed handovers are part of the bubble
         ]
+        for number in self.layout.forms_at[place]:
+            exposed, whole = self._copied(self.layout.contents[number])
+            named += [("exposed_ep", exposed), ("ep", whole)]
         for number, seconds in reduced.stages:
             updates = stage_updates(self.rank, self.layout.contents[number], reduction)
             share = seconds / (sum([update.reduce for update in updates]) or 1.0)

@@ -26,6 +26,7 @@ from foldray.graph import Chunk, Op
 from foldray.kinds import (
     ATTENTION,
     COMBINE,
+    COPY,
     DISPATCH,
     EMBED,
     EXPERT,
@@ -81,6 +82,8 @@ class OpWork:
             return Price.of([self.rank.handover_of(len(graph.tokens(op)))._replace(lane=str(graph.channel(op)))])
         if op.kind == REDUCE:
             return Price.of([self.rank.reduce(self.candidate.reducing.chunk(op))])
+        if op.kind == COPY:
+            return Price.of([self.rank.copy(op.direction == "B")])
         return self._computed(self.rank, op)
 
     def _computed(self, rank: RankCosts, op: Op) -> Price:

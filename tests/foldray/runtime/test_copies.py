@@ -117,7 +117,7 @@ def test_copies_by_loads(ranks, fold: str, kind: dict[str, Any], skew: float) ->
     sections["moe"] = {"copies": 2, "copies_every": 3, **sections["moe"]}
     sections["schedule"] = {**kind, **sections["schedule"]}
     sgd = {"kind": "sgd", "lr": 0.5, "decay": "constant"}  # AdamW would make tiny differences large within 20 steps
-    model = {"router": {"skew": skew}}
+    model = {"expert_hidden": 4, "router": {"skew": skew}}  # small, so that few rows are worth a copy
     recipe = make_recipe(workers, sizes, model=model, training={"steps": 20}, optimizer=sgd, **sections)
     found, decisions = zip(*ranks(workers).run(train_by_loads, recipe, 20, timeout=240), strict=True)
     check_equal(found, one_process(recipe, steps=20))

@@ -1,0 +1,82 @@
+"""What the planner says of copies of experts: loads, links, memory and the step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from foldray.blueprint import ModelSpec
+from foldray.costs.candidate import Candidate, Job
+from foldray.costs.copying import CopyRoom
+from foldray.costs.device import Device
+from foldray.costs.hardware import load_hardware
+from foldray.costs.memory import ledger
+from foldray.costs.prediction import Step
+from foldray.costs.rank import OpWork
+from foldray.costs.whole import whole_seconds
+from foldray.errors import UserError
+from foldray.fold import Fold
+from foldray.graph import Op
+from foldray.refold import as_candidate
+from tests.foldray.parity import make_recipe
+
+_TOKENS = 64 * 4096
+
+
+def work_of(room: int, skew: float, **fold: int) -> OpWork:
+    model = ModelSpec.model_validate({"preset": "qwen3-30b-a3b", "layers": 4, "router": {"skew": skew}})
+    job = Job(model, 4096, 64, copies=CopyRoom(room, _TOKENS) if room else None)
+    candidate = Candidate(job, Fold(16, **{"ep": 8, **fold}))
+    return OpWork(candidate, Device.of(job, load_hardware("h200")))
+
+
+def seconds(work: OpWork) -> float:
+    return Step(work.candidate, work).prediction().seconds
+
+
+def test_copies_shorten_an_uneven_step_and_leave_an_even_one() -> None:
+    plain, copied, even, roomy = (work_of(room, skew) for room, skew in ((0, 1.0), (2, 1.0), (0, 0.0), (2, 0.0)))
+    assert copied.rank.overload < 1.1 < 2 < plain.rank.overload
+    assert seconds(even) <= seconds(copied) < 0.8 * seconds(plain)
+    assert seconds(roomy) == seconds(even)
+    assert Step(copied.candidate, copied).copying == [pytest.approx(0)], "attention of 16,384 tokens hides them"
+
+
+def test_a_step_simulated_as_a_whole_agrees() -> None:
+    for room in (0, 2):
+        work = work_of(room, 1.0)
+        assert whole_seconds(work.candidate, work) == pytest.approx(seconds(work), rel=0.03)
+    graph = work.candidate.reducing
+    assert graph.copied == (0, 1, 2, 3)
+    out, home = (work.cost(Op("copy", way, 1)) for way in "FB")
+    assert home[0][1] == pytest.approx(2 * out[0][1], rel=0.05), "gradients are float32, and weights bfloat16"
+    assert work.candidate.graph.copied == ()
+
+
+def test_memory_of_copies() -> None:
+    """A copy has 3·2048·768 numbers: 2 bytes of each weight, and 4 of each sum where micro-batches add to it."""
+    plain, copied, roomy = (ledger(work.candidate, work.rank) for work in (work_of(0, 1.0), work_of(2, 1.0), work_of(2, 0.0)))
+    even = work_of(0, 0.0)
+    numbers = 2 * 4 * 3 * 2048 * 768
+    assert copied.weights - plain.weights == roomy.weights - plain.weights == 2 * numbers
+    assert copied.gradients - plain.gradients == 4 * numbers
+    assert roomy.gradients == plain.gradients, "without copies, nobody adds to their sums"
+    assert roomy.activations == ledger(even.candidate, even.rank).activations
+    assert copied.activations < plain.activations, "the fullest rank has fewer rows"
+
+
+def test_one_rank_with_all_experts_has_no_copies() -> None:
+    alone, plain = work_of(2, 1.0, ep=1), work_of(0, 1.0, ep=1)
+    assert seconds(alone) == seconds(plain)
+    assert ledger(alone.candidate, alone.rank) == ledger(plain.candidate, plain.rank)
+
+
+def test_a_recipe_says_how_many() -> None:
+    recipe: Any = make_recipe(4, 4, model={"router": {"skew": 1.0}}, moe={"copies": 3})
+    candidate = as_candidate(recipe)
+    assert candidate.job.copies == CopyRoom(3, 8 * 16)
+    assert replace(candidate.job, copies=None) == as_candidate(make_recipe(4, 4, model={"router": {"skew": 1.0}})).job
+    with pytest.raises(UserError, match=r"moe\.copies"):
+        make_recipe(4, 4, moe={"copies": -1})
