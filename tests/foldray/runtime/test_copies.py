@@ -123,9 +123,8 @@ def test_copies_by_loads(ranks, fold: str, kind: dict[str, Any], skew: float) ->
     check_equal(found, one_process(recipe, steps=20))
     assert len(set(decisions)) == 1
     last = decisions[0]
-    if skew == 0:
-        assert last.copies == 0
-    elif skew >= 1:
+    assert last.expected <= last.overload
+    if skew >= 1:
         assert last.copies > 0
         assert last.expected < 0.8 * last.overload
 
