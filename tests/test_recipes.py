@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from foldray.choosing import expected
+from foldray.costs.hardware import load_hardware
+from foldray.plan.search import search
+from foldray.plan.space import Space
 from foldray.recipe import Recipe
+from foldray.refold import as_candidate
 from tests.trainers.measure.test_cases import run_cases
 from trainers.measure.verify import judged, small
 
@@ -34,3 +39,13 @@ def test_a_recipe_trains_like_one_process(ranks, path: Path) -> None:
 def test_a_page_names_every_recipe() -> None:
     text = (Path(__file__).parents[1] / "docs" / "first_model.md").read_text()
     assert [path.name for path in RECIPES if f"recipes/{path.name}" not in text] == []
+
+
+@pytest.mark.nightly("searches of plans")
+@pytest.mark.parametrize("cluster", ["h200", "eos-h100"])
+@pytest.mark.parametrize("name", ["gpus", "one_node", "two_nodes"])
+def test_a_recipe_for_gpus_has_a_fold_that_no_other_one_beats_by_much(name: str, cluster: str) -> None:
+    recipe, hardware = Recipe.load(next(path for path in RECIPES if path.stem == name)), load_hardware(cluster)
+    space = Space(as_candidate(recipe).job, hardware, recipe.cluster.workers)
+    best = search(space, 1).best[0].prediction.seconds
+    assert min(expected(recipe, hardware).values()) < 1.03 * best
