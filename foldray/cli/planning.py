@@ -34,20 +34,22 @@ def plan(given: argparse.Namespace) -> int:
     for name in ("expert_cluster", "expert_gpus"):
         if getattr(given, name) is not None:
             raise UserError(name, getattr(given, name), "needs --disaggregate")
-    from foldray.plan import listed, search
+    from foldray.plan import copies, listed, search
 
     plans = search.search(_space(given, machines), given.top)
     lists = [listed.with_list(step, machines, imbalance=given.imbalance) for step in plans.best[: given.list]]
+    found = ((number, copies.with_copies(step, machines, given.imbalance)) for number, step in enumerate(plans.best))
+    copied = {number: each for number, each in found if each is not None}
     if given.picture:
         write_picture(given.picture, lambda path: _plan_picture(plans, machines, path))
-    table = partial(report.table, plans, machines, given.imbalance, lists)
-    return say_either(given, lambda: report.document(plans.best, lists), table)
+    table = partial(report.table, plans, machines, given.imbalance, lists, copied)
+    return say_either(given, lambda: report.document(plans.best, lists, copied), table)
 
 
 def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     """Find workers of their own for the experts, and compare them with the best plan whose workers have both halves."""
     from foldray.costs.apart import ApartWork
-    from foldray.plan import placing, report, search
+    from foldray.plan import placing, report_placements, search
 
     space = _space(given, machines)
     print(f"trying placements on {space.gpus} GPUs; this takes minutes …", file=sys.stderr)
@@ -60,11 +62,11 @@ def _plan_placements(given: argparse.Namespace, machines: Any) -> int:
     shared = search.search(replace(space, hardware=pace), 1).best[0]
     even = placing.even_split(space, best)
     ways = {"own": placing.busy_placement(best, space), "shared": placing.busy_shared(shared.candidate, pace)}
-    comparison = report.Comparison(placed, shared, demand, allocation, more, even, ways)
+    comparison = report_placements.Comparison(placed, shared, demand, allocation, more, even, ways)
     if given.picture:
         write_picture(given.picture, lambda path: _roofline_picture(comparison, space, path))
-    document = partial(report.placements_document, comparison)
-    return say_either(given, document, partial(report.placements_table, comparison, space))
+    document = partial(report_placements.placements_document, comparison)
+    return say_either(given, document, partial(report_placements.placements_table, comparison, space))
 
 
 def _roofline_picture(comparison: Any, space: Any, path: Path) -> None:

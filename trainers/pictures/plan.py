@@ -10,7 +10,8 @@ from foldray.costs.hardware import Hardware
 from foldray.costs.memory import GIB
 from foldray.plan.allocator import Kind
 from foldray.plan.placing import adapters, kinds
-from foldray.plan.report import Comparison, schedule
+from foldray.plan.report import schedule
+from foldray.plan.report_placements import Comparison
 from foldray.plan.search import Found
 from foldray.plan.space import Space
 from trainers.pictures.canvas import BLUE, INK, ORANGE, PALE_GREY, RED, one_panel, write

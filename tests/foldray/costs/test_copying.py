@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from foldray.blueprint import ModelSpec
+from foldray.cli import main
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.copying import CopyRoom
 from foldray.costs.device import Device
@@ -80,3 +82,23 @@ def test_a_recipe_says_how_many() -> None:
     assert replace(candidate.job, copies=None) == as_candidate(make_recipe(4, 4, model={"router": {"skew": 1.0}})).job
     with pytest.raises(UserError, match=r"moe\.copies"):
         make_recipe(4, 4, moe={"copies": -1})
+
+
+def test_a_plan_says_what_copies_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "h200", "--gpus", "16", "--seq-len", "4096", "--global-batch", "64",
+             "--pp", "1", "--tp", "1", "--cp", "1", "--ep", "8", "--top", "1"]  # fmt: skip
+    assert main([*asked, "--skew", "1", "--json"]) == 0
+    (plain,) = json.loads(capsys.readouterr().out)["candidates"]
+    found = plain["with_copies"]
+    assert found["step_time_s"] < 0.9 * plain["step_time_s"]
+    assert found["memory_gib"] <= load_hardware("h200").memory_gib
+    assert main([*asked, "--skew", "1", "--copies", str(found["copies"]), "--json"]) == 0
+    (copied,) = json.loads(capsys.readouterr().out)["candidates"]
+    assert copied["step_time_s"] <= found["step_time_s"] * 1.001
+    assert "with_copies" not in copied
+    assert main([*asked, "--skew", "1"]) == 0
+    assert f"\n  1 copies={found['copies']} " in capsys.readouterr().out
+    assert main([*asked, "--skew", "0", "--json"]) == 0
+    assert "with_copies" not in json.loads(capsys.readouterr().out)["candidates"][0]
+    assert main([*asked, "--copies", "-1"]) == 2
+    assert capsys.readouterr().err == "foldray: copies=-1: must be a number of copies; legal: 0…4096\n"

@@ -40,7 +40,7 @@ from foldray.plan.placing import (
     sides,
     slower_kind,
 )
-from foldray.plan.report import placement
+from foldray.plan.report_placements import placement
 from foldray.plan.search import Found, Planned
 from foldray.plan.space import Space
 
