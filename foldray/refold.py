@@ -40,7 +40,17 @@ def as_candidate(recipe: Recipe) -> Candidate:
     dtype, iterations = DTYPES[recipe.precision], recipe.optimizer.iterations
     travel = recipe.moe.dispatch, recipe.moe.wire, schedule.context
     copies = CopyRoom(recipe.moe.copies, batch * recipe.data.seq_len) if recipe.moe.copies else None
-    job = Job(recipe.model, recipe.data.seq_len, batch, dtype, iterations, *travel, **of_optimizer(recipe), copies=copies)
+    job = Job(
+        recipe.model,
+        recipe.data.seq_len,
+        batch,
+        dtype,
+        iterations,
+        *travel,
+        **of_optimizer(recipe),
+        copies=copies,
+        places=bool(recipe.moe.place_every),
+    )
     stages = schedule.virtual_stages, recipe.engine.zero, schedule.stage_layers
     return Candidate(job, recipe.placed_fold, recipe.ordering, training.micro_batch, *stages)
 

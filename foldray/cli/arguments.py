@@ -156,6 +156,8 @@ def _add_planning(commands: Any) -> None:
     command.add_argument("--sharding", choices=("zero1", "zero3"), default="zero1", help=meaning)
     meaning = "plan with the optimizer on the host, as engine.offload: optimizer (default: what the recipe says, else not)"
     command.add_argument("--offload", action="store_true", help=meaning)
+    meaning = "plan with experts that change places by load, as moe.place_every (default: what the recipe says, else not)"
+    command.add_argument("--place-experts", action="store_true", help=meaning)
     meaning = "room for N copies of hot experts on each rank, as moe.copies (default: what the recipe says, else 0); see --skew"
     command.add_argument("--copies", type=int, metavar="N", help=meaning)
     command.add_argument("--top", type=int, default=10, metavar="K", help="number of results to show (default %(default)s)")

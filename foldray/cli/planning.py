@@ -126,6 +126,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     job = Job(model, given.seq_len, given.global_batch, given.dtype or "bf16", *settings)
     job = replace(job, **of_optimizer(recipe)) if recipe else replace(job, offload=given.offload)
     room = recipe.moe.copies if recipe else given.copies or 0
+    job = replace(job, places=given.place_experts or bool(recipe and recipe.moe.place_every))
     job = replace(job, copies=CopyRoom(room, given.global_batch * given.seq_len)) if room else job
     machines.peak(job.dtype)
     pins = {axis: getattr(given, axis) for axis in AXES if getattr(given, axis) is not None}

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from foldray.blueprint import BlockSpec, ModelSpec, Ownership, stage_positions, step_flops
+from foldray.blueprint import BlockSpec, ModelSpec, Ownership, pattern_shares, stage_positions, step_flops
+from foldray.blueprint.placing import spread
 from foldray.costs.copying import Copied, CopyRoom, copied
 from foldray.errors import UserError
 from foldray.fold import Fold
@@ -66,6 +67,7 @@ class Job:
         gradients: how gradients are written on their way to their owner (`engine.wire` of a recipe); None is float32.
         offload: whether the optimizer is on the host (`engine.offload` of a recipe).
         copies: room for copies of experts (`moe.copies` of a recipe); None for no copies.
+        places: whether experts change places between ranks by their loads (`moe.place_every` of a recipe).
     """
 
     model: ModelSpec
@@ -81,15 +83,25 @@ class Job:
     gradients: Literal["bfloat16"] | None = None
     offload: bool = False
     copies: CopyRoom | None = None
+    places: bool = False
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number in computation. Only products compute in 8 bits."""
         return {"fp64": 8, "fp32": 4, "tf32": 4}.get(self.dtype, 2)
 
+    def model_under(self, fold: Fold) -> ModelSpec:
+        """Return the model. If experts change places, those of its routing pattern have the places that a fold gives them."""
+        shares = pattern_shares(self.model) if self.places and fold.ep > 1 else None
+        if shares is None:
+            return self.model
+        order = spread(shares, fold.ep)
+        router = self.model.router.model_copy(update={"skew": None, "shares": tuple(shares[expert] for expert in order)})
+        return self.model.model_copy(update={"router": router})
+
     def copied(self, fold: Fold) -> Copied | None:
         """Return the room for copies of experts on a rank; None without any."""
-        return None if self.copies is None else copied(self.model, fold, self.copies, self.itemsize)
+        return None if self.copies is None else copied(self.model_under(fold), fold, self.copies, self.itemsize)
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

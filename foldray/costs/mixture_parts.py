@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from foldray.blueprint import BlockSpec, MixtureSpec, overload, pattern_shares, visits_of_a_token
+from foldray.blueprint import BlockSpec, MixtureSpec, ModelSpec, overload, pattern_shares, visits_of_a_token
 from foldray.costs.candidate import Job
 from foldray.costs.copying import Copied
 from foldray.costs.parts import Parts
@@ -47,7 +47,7 @@ class MixtureParts(Parts):
     @cached_property
     def travelling(self) -> Travelling:
         """The rows of a token that travel."""
-        return travelling(self.job, self.fold, self.device.bytes, self.overload)
+        return travelling(self.job, self.model, self.fold, self.device.bytes, self.overload)
 
     def _route(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         n, moe = self._rows(tokens), _mixture(block)
@@ -180,17 +180,18 @@ class Travelling(NamedTuple):
         return self.inside or self.fullest
 
 
-def travelling(job: Job, fold: Fold, itemsize: int, fuller: float) -> Travelling:
+def travelling(job: Job, model: ModelSpec, fold: Fold, itemsize: int, fuller: float) -> Travelling:
     """Return the rows of a job's tokens. A number of an activation has `itemsize` bytes, and one of a weight at least four.
 
     Args:
+        model: the job's, with its experts where the fold has them (`Job.model_under`).
         fuller: assignments of the fullest rank over the mean.
     """
-    topk, ep, places, hidden = job.model.topk, fold.ep, fold.ep_across, job.model.hidden
+    topk, ep, places, hidden = model.topk, fold.ep, fold.ep_across, model.hidden
     back = (itemsize if job.wire is None else 2) * hidden
     out, scales = (hidden, _SCALE * math.ceil(hidden / _GROUP)) if job.wire == "float8" else (back, 0)
     if job.dispatch == "assignment":
         return Travelling(topk, topk * fuller, topk, out, back, scales=scales)
-    visits, beside = visits_of_a_token(job.model, places), (max(4, itemsize) * topk, _NUMBER * topk)
-    inside = ep * max(visits_of_a_token(job.model, ep)) if places < ep else 0.0
+    visits, beside = visits_of_a_token(model, places), (max(4, itemsize) * topk, _NUMBER * topk)
+    inside = ep * max(visits_of_a_token(model, ep)) if places < ep else 0.0
     return Travelling(sum(visits), places * max(visits), min(topk, places), out, back, beside, scales, inside)

@@ -123,7 +123,7 @@ class RankCosts(AttentionParts, MixtureParts):
     """
 
     def __init__(self, job: Job, fold: Fold, device: Device, sequences: float, zero: int = 1, memo: Memo | None = None):
-        self.job, self.model, self.fold, self.device = job, job.model, fold, device
+        self.job, self.model, self.fold, self.device = job, job.model_under(fold), fold, device
         self.sequences, self.zero = sequences, zero
         self.memo = Memo() if memo is None else memo
         self.fold_table = self.memo[fold, zero]

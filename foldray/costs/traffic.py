@@ -58,7 +58,7 @@ def sent(candidate: Candidate) -> dict[str, float]:
         for kind in (ATTENTION, *shared, *(moe if block.moe else (FFN,))):
             add(kind, block, fold.moe_pp if kind == EXPERT else fold.pp)
         if fold.disjoint and block.moe:
-            rows = len(tokens) * rank.sequences * ranks_of_a_token(job.model, fold.ep_across)
+            rows = len(tokens) * rank.sequences * ranks_of_a_token(rank.model, fold.ep_across)
             row = rank.travelling
             by_family[ROWS] += parts * rows * (row.out + row.scales + row.back) / fold.pp
     add(EMBED, None, fold.pp)

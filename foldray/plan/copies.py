@@ -42,7 +42,7 @@ def with_copies(planned: Planned, hardware: Hardware, imbalance: float = 1.0) ->
     """
     candidate, job = planned.candidate, planned.candidate.job
     others = job.model.experts // candidate.fold.ep * (candidate.fold.ep - 1)
-    if job.copies is not None or others == 0 or overload(job.model, candidate.fold.ep) == 1:
+    if job.copies is not None or others == 0 or overload(job.model_under(candidate.fold), candidate.fold.ep) == 1:
         return None
     found = list[WithCopies]()
     for room in ROOMS:

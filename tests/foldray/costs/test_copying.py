@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from foldray.blueprint import ModelSpec
+from foldray.blueprint import ModelSpec, pattern_shares
+from foldray.blueprint.placing import overload_of, spread
 from foldray.cli import main
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.copying import CopyRoom
@@ -27,9 +28,9 @@ from tests.foldray.parity import make_recipe
 _TOKENS = 64 * 4096
 
 
-def work_of(room: int, skew: float, **fold: int) -> OpWork:
+def work_of(room: int, skew: float, places: bool = False, **fold: int) -> OpWork:
     model = ModelSpec.model_validate({"preset": "qwen3-30b-a3b", "layers": 4, "router": {"skew": skew}})
-    job = Job(model, 4096, 64, copies=CopyRoom(room, _TOKENS) if room else None)
+    job = Job(model, 4096, 64, copies=CopyRoom(room, _TOKENS) if room else None, places=places)
     candidate = Candidate(job, Fold(16, **{"ep": 8, **fold}))
     return OpWork(candidate, Device.of(job, load_hardware("h200")))
 
@@ -67,6 +68,20 @@ def test_memory_of_copies() -> None:
     assert roomy.gradients == plain.gradients, "without copies, nobody adds to their sums"
     assert roomy.activations == ledger(even.candidate, even.rank).activations
     assert copied.activations < plain.activations, "the fullest rank has fewer rows"
+
+
+def test_experts_that_change_places() -> None:
+    """The places are those that training gives them, where every rank sees the pattern."""
+    plain, placed, both = (work_of(room, 1.0, places) for room, places in ((0, False), (0, True), (2, True)))
+    shares = pattern_shares(plain.rank.model)
+    assert shares is not None
+    assert placed.rank.overload == pytest.approx(overload_of(shares, 8, spread(shares, 8)))
+    assert both.rank.overload <= placed.rank.overload < plain.rank.overload
+    assert seconds(both) <= seconds(placed) < seconds(plain)
+    even, same = work_of(0, 0.0), work_of(0, 0.0, True)
+    assert seconds(even) == seconds(same)
+    recipe: Any = make_recipe(4, 4, model={"router": {"skew": 1.0}}, moe={"place_every": 5})
+    assert as_candidate(recipe).job.places
 
 
 def test_one_rank_with_all_experts_has_no_copies() -> None:
