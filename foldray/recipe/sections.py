@@ -116,9 +116,10 @@ class MoeSpec(Strict):
     once in a step, beside what is computed, and the copies' gradients travel back. A copy takes as
     many tokens as make loads even, and at least so many that their rows are as many bytes as the copy
     itself. 0 makes no copies."""
-    copies_every: Steps = 10
+    copies_every: Annotated[Steps, Field(ge=2)] = 10
     """Optimizer steps from one choice of the experts with copies to the next one. The first choice is
-    made after the first step."""
+    made after two steps. A block has copies only if those that the first half of the steps asks for
+    would have made its second half more even by a twentieth or more."""
     wire: Literal["bfloat16", "float8"] | None = None
     """How rows are written on their way to experts and back. Null sends them as they are.
     `bfloat16` rounds them: a number is off by at most 1/256 of it. `float8` (e4m3) is for rows on

@@ -20,6 +20,10 @@ Tables = Mapping[int, Copies | None]
 """Block → its copies; None for a block without copies."""
 
 
+GAIN = 1.05
+"""Overload without copies over that with them; less would not be worth their way."""
+
+
 class CopyTraffic:
     """Runs the `copy` ops of a rank (`moe/copies.py`).
 
@@ -86,7 +90,10 @@ class Decision(NamedTuple):
 
 
 class CopyChoice:
-    """Decides which experts have copies: after the first step, and then after every so many steps, by their loads.
+    """Decides which experts have copies: after two steps, and then after every so many steps, by their loads.
+
+    Loads vary from step to step, and they change while routers learn. So a block has copies only if those that the first half of
+    the steps asks for would have made the second half more even (`GAIN`).
 
     Args:
         put: takes the copies that steps are to have.
@@ -100,46 +107,63 @@ class CopyChoice:
         self.tables: Tables = {}
         self.last: Decision | None = None
         self._model, self._groups, self._room, self._every, self._put = model, groups, room, every, put
-        self._count_ME, self._steps = torch.zeros(0), 0
+        self._count_HME, self._steps_H = torch.zeros(0), [0, 0]  # of both halves of the steps since the last decision
 
     def count(self, losses: Sequence[Losses]) -> None:
         """Take the assignments of this rank's tokens in a step."""
         count_ME = torch.stack([each.count_ME for each in losses]).sum(0)
-        self._count_ME = self._count_ME + count_ME if self._steps else count_ME
-        self._steps += 1
+        if not any(self._steps_H):
+            self._count_HME = count_ME.new_zeros(2, *count_ME.shape)
+        half = int(sum(self._steps_H) >= (1 if self.last is None else self._every // 2))
+        self._count_HME[half] += count_ME
+        self._steps_H[half] += 1
 
     def renumber(self, orders: Mapping[int, Sequence[int]]) -> None:
         """Let experts that have changed places keep their loads, and decide anew before the next step."""
         for layer, order in orders.items():
             row = self._model.spec.moe_layers.index(layer)
-            self._count_ME[row] = self._count_ME[row, list(order)]
+            self._count_HME[:, row] = self._count_HME[:, row, list(order)]
         self.last = None
 
     def decide(self) -> None:
         """Decide, if it is time to. All ranks must call this before a step."""
-        if self._steps and (self.last is None or self._steps >= self._every):
-            share = 1 / (self._steps * self._groups.fold.edp)  # of one step, and of one expert-parallel group
-            counts = self._groups.control.all_reduce(self._count_ME).tolist()
-            self.choose([[share * count for count in count_E] for count_E in counts])
+        early, late = self._steps_H
+        if not late or (self.last is not None and early + late < self._every):
+            return
+        count_HME = self._groups.control.all_reduce(self._count_HME).double() / self._groups.fold.edp  # of one group
+        halves = (count_HME[0] / early).tolist(), (count_HME[1] / late).tolist()
+        self.choose((count_HME.sum(0) / (early + late)).tolist(), halves)
 
-    def choose(self, load_ME: Sequence[Sequence[float]], worth: float | None = None) -> None:
+    def choose(
+        self,
+        load_ME: Sequence[Sequence[float]],
+        halves: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]] | None = None,
+        worth: float | None = None,
+    ) -> None:
         """Decide by these loads.
 
         Args:
             load_ME: rows of each expert of every MoE block in a step, of one expert-parallel group.
+            halves: the same of earlier and of later steps, which say whether copies help; with None, they always do.
             worth: the least rows that a copy must take; None is `rows_worth_a_copy`.
         """
         ep, model = self._groups.fold.ep, self._model
         itemsize = next(model.parameters()).element_size()
         tables, before, after = dict[int, Copies | None](), list[float](), list[float]()
-        for layer, load_E in zip(model.spec.moe_layers, load_ME, strict=True):
+        for row, (layer, load_E) in enumerate(zip(model.spec.moe_layers, load_ME, strict=True)):
             moe = model.ownership.share(layer).moe
             assert moe, f"block {layer} is dense"
             least = rows_worth_a_copy(moe.expert, itemsize) if worth is None else worth
-            tables[layer] = table = copy_experts(load_E, ep, self._room, least)
+            helps = halves is None or self._helps(halves[0][row], halves[1][row], least)
+            tables[layer] = table = copy_experts(load_E, ep, self._room, least) if helps else None
             before.append(overload_of(load_E, ep))
             after.append(before[-1] if table is None else max(table.rank_shares(load_E)))
         self.tables = tables
         self._put(tables)
         copies = sum(table.total for table in tables.values() if table)
-        self.last, self._steps = Decision(copies, sum(before) / len(before), sum(after) / len(after)), 0
+        self.last, self._steps_H = Decision(copies, sum(before) / len(before), sum(after) / len(after)), [0, 0]
+
+    def _helps(self, early_E: Sequence[float], late_E: Sequence[float], worth: float) -> bool:
+        """Return whether copies by earlier loads would have made later ones more even."""
+        table = copy_experts(early_E, self._groups.fold.ep, self._room, worth)
+        return table is not None and overload_of(late_E, self._groups.fold.ep) > GAIN * max(table.rank_shares(late_E))

@@ -76,7 +76,7 @@ class Execution:
             self.captures.forget()
 
     def copy_hot_experts(self, room: int, every: int) -> None:
-        """Have room for copies of experts in every MoE block, and copy hot ones from the second training step on.
+        """Have room for copies of experts in every MoE block, and copy hot ones from the third training step on.
 
         Every rank of the fold must call this.
 

@@ -135,12 +135,14 @@ def recorded(immediate: bool) -> Iterator[Recorder]:
 
 
 def waits_of_a_step(rank: int, recipe: Recipe, documents: bool = False) -> list[Ran]:
-    """Return what the host waits for in the second step of a training. Experts are computed as on a GPU."""
+    """Return what the host waits for in a later step of a training. Experts are computed as on a GPU."""
+    before = 2 if recipe.moe.copies else 1  # copies of experts are chosen before the third step
     gpus = mock.patch.object(experts, "_implementation", experts._on_gpus)
     with gpus, engine_on(recipe, rank) as (engine, groups):
-        engine.train(own_batches(recipe, groups, 0, documents=documents))  # makes lists, and what is kept for later steps
-        engine.update(0.1)
-        batches = own_batches(recipe, groups, 1, documents=documents)
+        for step in range(before):  # makes lists, and what is kept for later steps
+            engine.train(own_batches(recipe, groups, step, documents=documents))
+            engine.update(0.1)
+        batches = own_batches(recipe, groups, before, documents=documents)
         with recorded(immediate=not recipe.placed_fold.disjoint) as recorder:
             engine.train(batches)
         engine.update(0.1)

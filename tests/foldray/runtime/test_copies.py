@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from foldray.blueprint import Ownership
 from foldray.blueprint.copying import Copies, copy_experts
 from foldray.errors import UserError
+from foldray.fold import Fold
 from foldray.runtime import Trace
+from foldray.runtime.copying import CopyChoice
 from tests.foldray.parity import check_equal, engine_on, go_by_times, go_on, make_recipe, one_process
 from tests.foldray.runtime.test_expert_order import ADAMW
 from tests.foldray.strict import StrictPools
@@ -200,3 +204,33 @@ def test_what_can_have_no_copies_is_refused(sections: dict[str, Any], line: str)
     fold, moe = given.pop("fold"), {"copies": 1, **given.pop("moe")}
     with pytest.raises(UserError, match=line):
         make_recipe(4, fold, **given, moe=moe)
+
+
+def test_copies_that_would_not_have_helped_are_not_made() -> None:
+    """The load of two experts changes its place in every step: copies by one half of the steps would not help the other half."""
+    put: list[Any] = []
+    ownership = Ownership(make_recipe(4, 4).model, Fold(4, ep=4))
+    model: Any = SimpleNamespace(spec=ownership.model, ownership=ownership, parameters=lambda: iter([torch.zeros(0)]))
+    groups: Any = SimpleNamespace(fold=ownership.fold, control=SimpleNamespace(all_reduce=lambda x: x))
+    choice = CopyChoice(model, groups, 1, 4, put.append)
+    first, fifth = [400, *[100] * 7], [*[100] * 4, 400, *[100] * 3]
+
+    def loads(half: int) -> Any:
+        """The full expert of the first block is another one in the second half; that of the second block is always the first."""
+        return SimpleNamespace(count_ME=torch.tensor([(first, fifth)[half], first]))
+
+    for half in (0, 1, 0, 0, 1, 1):
+        choice.decide()
+        choice.count([loads(half)])
+    choice.decide()
+    assert len(put) == 2, "after two steps, and after four more"
+    for tables in put:
+        assert tables[0] is None
+        assert tables[1].of_rank == ((), (0,), (0,), (0,))
+    assert choice.last is not None
+    assert choice.last.copies == 3
+    choice.renumber({1: [7, *range(1, 7), 0]})
+    choice.count([loads(0)])
+    choice.count([loads(0)])
+    choice.decide()
+    assert len(put) == 3, "anew once experts have moved"

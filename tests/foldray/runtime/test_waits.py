@@ -62,7 +62,7 @@ CASES = {
     "experts over ranks": Case(2, {"ep": 2}, {"schedule": {"kind": "aaam", "degree": 2}}, COUNTS),
     "experts over ranks, dropping": Case(2, {"ep": 2}, {"model": {"router": {"capacity_factor": 1.0}}}, {**COUNTS, **DROPS}),
     "padded over ranks": Case(2, {"ep": 2}, {"model": PAD}, {}),
-    "copies of experts, which the second step chooses": Case(
+    "copies of experts, which are chosen before this step": Case(
         2, {"ep": 2}, {"moe": {"copies": 1}, "model": {"router": {"skew": 2}}}, {**COUNTS, **CHOICE}
     ),
     "tokens once to one rank": Case(1, {}, {"moe": ONCE}, COUNTS),
