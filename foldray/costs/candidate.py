@@ -109,6 +109,11 @@ class Job:
         return tuple(map(self.model.block, self.model.all_layers))
 
     @cached_property
+    def different(self) -> tuple[BlockSpec, ...]:
+        """The different blocks among them."""
+        return tuple(dict.fromkeys(self.blocks))
+
+    @cached_property
     def flops(self) -> tuple[float, float]:
         """FLOPs of a step: those of causal attention, and those of full attention."""
         causal, full = (step_flops(self.model, self.seq_len, self.global_batch, causal) for causal in (True, False))
@@ -313,6 +318,11 @@ class PipelineLayout:
     def pp(self) -> int:
         """Number of pipeline positions."""
         return len(self.forms_at)
+
+    @cached_property
+    def fullest(self) -> list[int]:
+        """One position for each kind: among positions with equal stages, the first has most micro-batches in flight."""
+        return list({forms: place for place, forms in reversed([*enumerate(self.forms_at)])}.values())
 
 
 @lru_cache(maxsize=1024)

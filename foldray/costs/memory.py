@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
@@ -19,7 +20,7 @@ from foldray.costs.activations import block_activations, operands, slices_of
 from foldray.costs.bounds import ends_of
 from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Content, Pieces, PipelineLayout, Software
 from foldray.costs.device import FLOAT32
-from foldray.costs.rank import RankCosts, shared_by_fold
+from foldray.costs.rank import RankCosts, shared_by_fold, shared_by_ops
 from foldray.costs.updates import elements, moment
 from foldray.costs.working import after_backward, buffers, head_logits, in_chunks, networks, passing_keys, unreduced
 from foldray.finding import blocks_left
@@ -70,7 +71,8 @@ def ledger(candidate: Candidate, rank: RankCosts, imbalance: float = 1.0) -> Mem
         return memory
     # The W of all pieces waits for the last one. Blocks that do not drain have begun the block before by then.
     blocks = ordering.batch_degree * (1 if row.drains else 2) if ordering.weight_gradients == "whole" and not row.found else 1
-    return memory._replace(buffers=memory.buffers + blocks * max(operands(rank, block, imbalance) for block in rank.job.blocks))
+    most = max(operands(rank, block, imbalance) for block in rank.job.different)
+    return memory._replace(buffers=memory.buffers + blocks * most)
 
 
 class Keeping(NamedTuple):
@@ -99,13 +101,9 @@ def peak_memory(
     keeping: Keeping = _NO_MORE,
 ) -> Memory:
     """Return the same as `ledger`, for all candidates with this layout, pipeline, pieces and keeping."""
-    memories = (_position(rank, layout, place, pipeline, pieces, imbalance, keeping) for place in _fullest_places(layout))
-    return max(memories, key=lambda memory: memory.total)
-
-
-def _fullest_places(layout: PipelineLayout) -> list[int]:
-    """Return one position for each kind: among positions with equal stages, the first has most micro-batches in flight."""
-    return list({forms: place for place, forms in reversed([*enumerate(layout.forms_at)])}.values())
+    rows = buffers(rank, pieces.slicing, imbalance)
+    memories = [_position(rank, layout, place, pipeline, pieces, imbalance, keeping, rows) for place in layout.fullest]
+    return max(memories, key=attrgetter("total"))
 
 
 def _position(
@@ -116,6 +114,7 @@ def _position(
     pieces: Pieces,
     imbalance: float,
     keeping: Keeping,
+    rows: float,
 ) -> Memory:
     content, sliced = layout.positions.content(place), slices_of(pieces.slicing)
     flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
@@ -133,7 +132,7 @@ def _position(
         mixed = sum(count for block, count in content.blocks if block.moe)
         sums = copied.room * copied.sums * (mixed if several else min(mixed, 2)) if copied.copies else 0.0
         held = held._replace(weights=held.weights + copied.room * copied.expert * mixed, gradients=held.gradients + sums)
-    kept, rows = kept * pieces.batch_degree, buffers(rank, pieces.slicing, imbalance)
+    kept *= pieces.batch_degree
     if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     slicing = pieces.slicing
@@ -144,6 +143,7 @@ def _position(
     return Memory(*held, kept, rows, logits, max(0.0, max(running) - logits, behind), workspace)
 
 
+@shared_by_ops
 def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float) -> float:
     """Return the bytes that a block's fullest op needs while it goes backward, with what it keeps for that if it runs again."""
     slicing, sliced = pieces.slicing, slices_of(pieces.slicing)
@@ -202,7 +202,7 @@ def least_memory(
     The bound counts parameters, activations of whole sequences and the workspace.
     """
     most = 0.0
-    for place in _fullest_places(layout):
+    for place in layout.fullest:
         held = sum(content_parameters(rank, layout.positions.content(place)))
         for block, count in blocks_in_flight(layout, pipeline, place):
             held += count * block_activations(rank, block, recompute, 0, imbalance)

@@ -31,7 +31,7 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
     total = 2 * rows * row * (fold.ep > 1)
     total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.cuts_attention:
-        widths = [_keys_and_values(rank, block.attention) for block in rank.job.blocks if not block.attention.linear]
+        widths = [_keys_and_values(rank, block.attention) for block in rank.job.different if not block.attention.linear]
         total += FLOAT32 * slicing.length * rank.sequences * fold.cp * max(widths, default=0)
     if rank.zero == 3:
         by_kind = [[count for (of, _), count in rank.weights.items() if of == kind] for kind in (ATTENTION, EXPERT)]

@@ -137,7 +137,6 @@ class Refinement:
         self._memo = Memo()
         self._slower = 1 + straggling(space.gpus, self.device)
         self._known = Table()
-        self._different = sorted(set(self.job.blocks), key=lambda block: block.order)
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
         self._weights = _weights(self._rank(Fold(1), 1))
 
@@ -236,7 +235,7 @@ class Refinement:
         if rank.fold.pp == 1 or rank.fold.ep > 1:
             return 0.0
         blocks = self._stagings(group).first_blocks
-        return blocks * least_computed(rank, self._different, pieces) + 2 * rank.handover.seconds
+        return blocks * least_computed(rank, self.job.different, pieces) + 2 * rank.handover.seconds
 
     @_once
     def _fastest_pieces(self, cut: _Cut, recompute: tuple[str, ...]) -> Sequence[Pieces]:
