@@ -296,13 +296,13 @@ class _EventRun:
     def _plan_start(self, position: int) -> None:
         """Plan when a position starts its next op, if this op does not wait for others."""
         ops, count = self.schedule.lists[position], self.started[position]
-        at = None
         if count < len(ops):
             begin = max(self.free[position], self.issued[position])
             at = self._ready(self.schedule.waits[ops[count]], begin, position)
-        if at is not None:
-            heapq.heappush(self.events, (at, self._next_number(), position))
-        elif self.in_line[position]:
+            if at is not None:
+                heapq.heappush(self.events, (at, self._next_number(), position))
+                return
+        if self.in_line[position]:
             self._wait(position)
 
     def _start(self, position: int, at: float) -> None:
@@ -323,7 +323,8 @@ class _EventRun:
             self.issued[position] += self.host.seconds[self.schedule.class_of[i]]
         self.free[position] = max(self._use(i, (position,), at), self.issued[position])
         self._finish(i, at, self.free[position])
-        self._wait(position)
+        if self.in_line[position]:
+            self._wait(position)
 
     def _wait(self, position: int) -> None:
         """Let the host wait for all that the ops in its line need, as far as it is known when that ends, and post them."""
@@ -377,7 +378,9 @@ class _EventRun:
 
     def _finish(self, i: int, start: float, end: float) -> None:
         self.starts[i], self.ends[i] = start, end
-        for actor in self.waiters.pop(i, ()):
+        if i not in self.waiters:
+            return
+        for actor in self.waiters.pop(i):
             if actor < self.positions:
                 self._plan_start(actor)
             else:

@@ -236,9 +236,9 @@ class Passes:
         """Return starts and ends of a pass that follows one like it, with the host and the GPU on clocks of their own."""
         costs, seconds = [price.lanes for price in prices], [*map(self.rank.issue, prices)]
         host = Host(seconds, [self.rank.waits(piece.kind, piece.back) for piece in order.compiled.classes])
-        for _ in range(2):
-            times = order.compiled.run(costs, host)
-            host = host._replace(begin=min(0.0, max(times.hosts) - max(times.ends[:count])))
+        times = order.compiled.run(costs, host)
+        if (ahead := max(times.hosts) - max(times.ends[:count])) < 0:
+            times = order.compiled.run(costs, host._replace(begin=ahead))
         return times.starts[:count], times.ends[:count]
 
 
