@@ -22,7 +22,7 @@ from foldray.costs.whole import LongStep, long_step
 from foldray.finding import Problem, lower_bound
 from foldray.graph import SliceCost
 from foldray.orders import LIST, Ordering, Overlap, Sequences, WeightGradients
-from foldray.plan.search import Planned
+from foldray.plan.search import Planned, without_cycles
 from foldray.plan.space import RECOMPUTE
 
 DEGREES = (1, 2)
@@ -49,6 +49,7 @@ class Listed(NamedTuple):
     fits: bool
 
 
+@without_cycles()
 def with_list(planned: Planned, hardware: Hardware, imbalance: float = 1.0) -> Listed:
     """Return the same fold and micro-batch with a found list, at the fastest degree that fits into memory, if any fits.
 

@@ -38,6 +38,7 @@ from foldray.kinds import HANDOVER, REDUCE
 from foldray.orders import AF_PIPE, LIST, Ordering, Overlap
 from foldray.plan.allocator import Allocation, Demand, Kind, allocate
 from foldray.plan.listed import AHEADS, FEWER_ROUNDS, step_seconds
+from foldray.plan.search import without_cycles
 from foldray.plan.space import Space, in_two_levels
 
 _TP = _CP = (1, 2, 4, 8)
@@ -87,6 +88,7 @@ def kinds(space: Space) -> tuple[Kind, Kind]:
     return ours, theirs
 
 
+@without_cycles()
 def search_placements(space: Space, top: int = 5, most: int = 64) -> list[Placed]:
     """Return the fastest placements that fit into memory, the fastest first. If none fits, return some that do not.
 

@@ -292,7 +292,7 @@ class Found(NamedTuple):
 
 
 @contextmanager
-def _without_cycles() -> Iterator[None]:
+def without_cycles() -> Iterator[None]:
     """Let Python look for no cycles of objects. A search makes millions of objects and no cycle; looking takes a quarter more."""
     looks = gc.isenabled()
     gc.disable()
@@ -303,7 +303,7 @@ def _without_cycles() -> Iterator[None]:
             gc.enable()
 
 
-@_without_cycles()
+@without_cycles()
 def search(space: Space, top: int = 10) -> Found:
     """Search a space for the `top` best candidates, and for the front of time and memory.
 
