@@ -25,8 +25,10 @@ class Usage(NamedTuple):
 
 def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
     """Return the use of time by the ops of one rank."""
-    computing = merged(span for op, span in spans.items() if graph.channel(op) is None)
-    talking = merged(span for op, span in spans.items() if graph.channel(op) is not None)
+    by_use: tuple[list[Span], list[Span]] = [], []
+    for op, span in spans.items():
+        by_use[graph.channel(op) is not None].append(span)
+    computing, talking = map(merged, by_use)
     both = length(merged([*computing, *talking]))
     return Usage(length(computing), length(talking), both - length(computing))
 

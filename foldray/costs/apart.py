@@ -108,7 +108,7 @@ class ApartWork(OpWork):
         received = sequences * self.senders / self.receivers
         self.expert_rank = RankCosts(passes_on, folds[1], devices[1], received, zero, self.memos[1])
 
-    def _price(self, op: Op) -> Price:
+    def _priced(self, op: Op) -> Price:
         graph = self.candidate.graph
         if op.kind == EXPERT:
             return self._computed(self.expert_rank, op)
@@ -120,7 +120,7 @@ class ApartWork(OpWork):
                 row += (8 if out else 4) * self.rank.model.topk
             seconds = self._rows(len(graph.tokens(op)) * self.rank.sequences, row)
             return Price.of([Work(ROWS_UP if sender < receiver else ROWS_DOWN, "ep", seconds)])
-        return super()._price(op)
+        return super()._priced(op)
 
     def _rows(self, tokens: float, row: float) -> float:
         """Return the seconds of the rows of `tokens` tokens of every rank of attention, with the bytes of a row."""

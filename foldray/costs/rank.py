@@ -48,7 +48,7 @@ class OpWork:
     """The costs of a candidate's ops. Candidates may share the costs of a rank (`rank`), or their tables (`memo`)."""
 
     def __init__(self, candidate: Candidate, device: Device, rank: RankCosts | None = None, memo: Memo | None = None):
-        self.candidate = candidate
+        self.candidate, self._prices = candidate, dict[tuple[str, str, int, int], Price]()
         sequences = candidate.micro_batch / candidate.ordering.batch_degree
         self.rank = rank or RankCosts(candidate.job, candidate.fold, device, sequences, candidate.zero, memo)
 
@@ -76,6 +76,12 @@ class OpWork:
         return self._price(op).works
 
     def _price(self, op: Op) -> Price:
+        """Return the price of an op, which is the same in every micro-batch."""
+        if (of_every := op[:-1]) not in self._prices:
+            self._prices[of_every] = self._priced(op)
+        return self._prices[of_every]
+
+    def _priced(self, op: Op) -> Price:
         if op.kind == HANDOVER:
             # Links are duplex: a position sends and receives at once. So a handover waits only for handovers of its own channel.
             graph = self.candidate.graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foldray.clock import Busy, OpCosts, Recording, Span, busy, usage
+from foldray.clock import Busy, OpCosts, Recording, busy
 from foldray.clock.simulator import Simulation, simulate
 from foldray.costs.apart import ApartWork
 from foldray.costs.candidate import Candidate
@@ -56,13 +56,8 @@ def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> fl
 
 def pass_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
     """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
-    simulated, graph = simulate_step(candidate, work, quick), candidate.reducing
-    by_place: list[dict[Op, Span]] = [{} for _ in range(graph.positions)]
-    for op, span in simulated.spans.items():
-        for place in graph.where(op):
-            by_place[place][op] = span
-    usages = [usage(graph, spans) for spans in by_place]
-    overlapped = max(used.communication - used.exposed for used in usages)
+    simulated = simulate_step(candidate, work, quick)
+    overlapped = max(used.communication - used.exposed for used in simulated.usage)
     return simulated.seconds + work.rank.device.share["crowding"] * overlapped
 
 

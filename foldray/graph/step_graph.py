@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from foldray.graph.op import Op, route
+from foldray.graph.op import Direction, Op, route
 from foldray.graph.pipeline_graph import Channel
 from foldray.graph.step_ops import StepOps
 from foldray.kinds import (
@@ -52,12 +52,25 @@ class StepGraph(StepOps):
             return () if op.direction == "F" else self.adding(EXPERT, op.layer)
         if op.direction == "W":
             return (*self.left_by(op), *self._added_before(op))
+        # All others need the same in every micro-batch: ops of their own, and weights that have come to copies once in a step.
+        known, first = self._needs_in_first, op[:-1]
+        if first not in known:
+            known[first] = self._needs_of_its_own(Op(*first))
+        return tuple([need if need.kind == COPY else Op(*need[:-1], op.micro_batch) for need in known[first]])
+
+    def _needs_of_its_own(self, op: Op) -> tuple[Op, ...]:
+        """Return what an op needs of its own micro-batch."""
         if op.direction == "R":
             return self._before_again(op)
         if op.direction == "F":
             return self._inputs(op)
         gradients = self._gradients(op)
         return gradients if OP_KINDS[op.kind].travels else (*gradients, self._state(op))
+
+    @cached_property
+    def _needs_in_first(self) -> dict[tuple[str, Direction, int, int], tuple[Op, ...]]:
+        """By op of the first micro-batch, what `needs` has found."""
+        return {}
 
     def where(self, op: Op) -> tuple[int, ...]:
         if op.kind == REDUCE:
