@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -38,9 +39,9 @@ from foldray.costs.shares import Price, Work
 from foldray.costs.updates import WHOLE, elements, matrices, round_bytes, stage_updates
 from foldray.costs.working import head_logits
 from foldray.fold import Fold
-from foldray.graph import Op
+from foldray.graph import Op, StepGraph
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT
-from foldray.orders import position_list
+from foldray.orders.af_pipe import orders_of_halves
 
 ROWS_UP, ROWS_DOWN = "rows up", "rows down"
 """Lanes of rows to the experts and of rows back. Adapters are duplex, so a rank has one of each."""
@@ -179,7 +180,10 @@ class ApartWork(OpWork):
 
     def memory(self) -> tuple[Memory, Memory]:
         """Return the memory of the fullest rank of attention, and of the fullest rank of the experts."""
-        memories = [self._memory(place, *position) for place, position in enumerate(self._contents())]
+        graph = self.candidate.graph
+        # The order of halves is the same whatever runs again, and however long sequences are, so many candidates share it.
+        counts = _most_kept(replace(graph, recompute=(), later=(), slicing=graph.slicing.in_units), self.candidate.ordering.alive)
+        memories = [self._memory(kept, *position) for kept, position in zip(counts, self._contents(), strict=True)]
         pp = self.candidate.fold.pp
         attention, experts = (max(side, key=attrgetter("total")) for side in (memories[:pp], memories[pp:]))
         return attention, experts
@@ -199,14 +203,11 @@ class ApartWork(OpWork):
         job = self.candidate.job
         return parameters(self.candidate.fold, rank.zero, rank.device.bytes, held, hidden, job.software, job.offload)
 
-    def _memory(self, place: int, rank: RankCosts, content: Content, family: str) -> Memory:
+    def _memory(self, counts: Counter[int], rank: RankCosts, content: Content, family: str) -> Memory:
         candidate, graph = self.candidate, self.candidate.graph
         held = self._parameters(rank, content, family)
         ordering = candidate.ordering
-        # The order of halves is the same whatever runs again, so candidates that differ in it share one list.
-        order = position_list(replace(graph, recompute=()), place, ordering)
-        kind = ATTENTION if family == "dp_cp" else EXPERT
-        counts, pieces = most_kept(order, kind), len(cut_of(kind, graph.slicing))
+        pieces = len(cut_of(ATTENTION if family == "dp_cp" else EXPERT, graph.slicing))
         size = {block: self._kept(rank, block, family) for block, _ in content.blocks}
         left = {block: self._operands(rank, block, family) for block in size}
         kept, logits = sum(count * size[graph.blocks[layer]] for layer, count in counts.items()) / pieces, 0.0
@@ -269,11 +270,21 @@ def _with_ranks(device: Device, ranks: int) -> Device:
     return replace(device, hardware=device.hardware.model_copy(update={"gpus_per_node": ranks}))
 
 
+@lru_cache(maxsize=64)
+def _most_kept(graph: StepGraph, alive: int | None) -> list[Counter[int]]:
+    """Return `most_kept` of every position's half."""
+    (orders, _), attention = orders_of_halves(graph, alive), {place.attention for place in graph.at}
+    return [most_kept(order, ATTENTION if position in attention else EXPERT) for position, order in enumerate(orders)]
+
+
 def most_kept(order: Iterable[Op], kind: str) -> Counter[int]:
-    """Return, by block, how many ops of a kind have run forward and not backward, at the moment when most have."""
+    """Return, by block, how many ops of a kind have run forward and not backward, at the moment when most have.
+
+    Gradients of weights that a backward has left (W) keep their operands, which count apart.
+    """
     now, most, peak = Counter[int](), Counter[int](), 0
     for op in order:
-        if op.kind == kind and op.direction != "R":
+        if op.kind == kind and op.direction in ("F", "B"):
             now[op.layer] += 1 if op.direction == "F" else -1
             if (total := now.total()) > peak:
                 most, peak = Counter(now), total

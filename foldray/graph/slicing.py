@@ -7,6 +7,7 @@ as many tokens as the first j micro-batches.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -48,6 +49,12 @@ class Slicing(NamedTuple):
     def shared(self, ranks: int) -> Slicing:
         """Return the lengths on one rank if `ranks` ranks share the sequence evenly."""
         return Slicing(*(tuple(tokens // ranks for tokens in lengths) for lengths in self))
+
+    @property
+    def in_units(self) -> Slicing:
+        """The lengths in the largest unit that divides all of them. Pieces share units as they share tokens."""
+        unit = math.gcd(*self.attention, *self.moe)
+        return Slicing(*(tuple(tokens // unit for tokens in lengths) for lengths in self))
 
     def supplies(self) -> bool:
         """Whether the token buffer never runs empty (FoldMoE's constraint (2))."""

@@ -82,11 +82,16 @@ def af_pipe(graph: StepGraph, alive: int | None = None) -> Schedule:
         alive: most micro-batches that have started and not ended. None is the fewest with which the step is nearly as fast as
             with three for every position: one there, one that comes and one that goes.
     """
-    return _af_pipe(replace(graph, chunks=(), later=()), alive)
+    return _af_pipe(replace(graph, chunks=(), later=(), slicing=graph.slicing.in_units), alive)
 
 
 @lru_cache(maxsize=24)  # every position takes its list from the same lists, and many candidates of a search have equal ones
 def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
+    return place_handovers(graph, *orders_of_halves(graph, alive))
+
+
+def orders_of_halves(graph: StepGraph, alive: int | None = None) -> tuple[Schedule, dict[Op, tuple[int, int]]]:
+    """Return the orders in which all positions compute in `af_pipe`, and when each op begins and ends on its clock."""
     halves, positions = list(chain(graph)), graph.positions
     limits = [-(-positions * quarters // 4) for quarters in _QUARTERS] if alive is None else [alive]
     runs = [_run(graph, halves, priority, limit) for limit in limits for priority in _PRIORITIES]
@@ -102,10 +107,10 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
         ops = (forwards if half_pass.direction == "F" else backwards)[half_pass.half]
         moments = [ticks * start + ticks * UNITS[half_pass.direction] * half.units * i // len(ops) for i in range(len(ops) + 1)]
         for op, span in zip(ops, pairwise(moments), strict=True):
-            numbered = op._replace(micro_batch=half_pass.micro_batch)
+            numbered = Op(*op[:-1], half_pass.micro_batch)
             orders[half.position].append(numbered)
             spans[numbered] = span
-    return place_handovers(graph, tuple(map(tuple, orders)), spans)
+    return tuple(map(tuple, orders)), spans
 
 
 def chain(graph: StepGraph) -> Iterator[Half]:
@@ -178,5 +183,5 @@ def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -
             else:
                 onwards = half_pass.half + (1 if direction == "F" else -1)
                 arrival = end + _WAY * (halves[onwards].position != position)
-                heapq.heappush(events, (arrival, half_pass._replace(half=onwards)))
+                heapq.heappush(events, (arrival, _Pass(direction, onwards, half_pass.micro_batch)))
     return max(free), order

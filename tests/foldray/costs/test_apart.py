@@ -183,6 +183,19 @@ def test_what_is_kept_is_counted_at_its_peak() -> None:
     assert 0 < kept.total() <= 4 * graph.micro_batches
 
 
+def test_gradients_of_weights_of_their_own_free_no_block_again() -> None:
+    together, apart = (
+        work(Fold(16, ep=8, expert_ranks=8), ordering=Ordering(weight_gradients=way)) for way in ("together", "apart")
+    )
+    for kind, place in ((ATTENTION, 0), (EXPERT, 1)):
+        once, again = (
+            most_kept(position_list(each.candidate.graph, place, each.candidate.ordering), kind) for each in (together, apart)
+        )
+        assert once == again
+    for one, other in zip(together.memory(), apart.memory(), strict=True):
+        assert one.activations == other.activations
+
+
 def test_lists_need_more_memory_by_what_they_may_keep() -> None:
     """With `ahead: 1`, both sides may keep the halves of one more micro-batch."""
     ways = {"forward": Overlap("list"), "backward": Overlap("list")}

@@ -161,3 +161,16 @@ def test_measured_costs_are_found_again() -> None:
 def test_what_cannot_be_cut_is_refused(given, words: str) -> None:
     with pytest.raises(UserError, match=words):
         slice_sequence(*given)
+
+
+@pytest.mark.parametrize(
+    ("slicing", "in_units"),
+    [
+        (Slicing((4096,), (4096,)), Slicing((1,), (1,))),
+        (Slicing((6, 2), (4, 4)), Slicing((3, 1), (2, 2))),
+        (Slicing((5, 3), (4, 4)), Slicing((5, 3), (4, 4))),
+    ],
+)
+def test_units_are_as_long_as_pieces_allow(slicing: Slicing, in_units: Slicing) -> None:
+    """So pieces that share tokens share units, and no others do."""
+    assert slicing.in_units == in_units
