@@ -316,8 +316,12 @@ class ModelSpec(Strict):
 
     @property
     def has_dense(self) -> bool:
-        """Whether there is a dense block."""
-        return not all(map(self.is_moe, range(self.layers)))
+        """Whether there is a dense block. If so, the first one is dense."""
+        return not self.is_moe(0)
+
+    @property
+    def has_moe(self) -> bool:
+        return any(map(self.is_moe, self.all_layers))
 
     def is_moe(self, layer: int) -> bool:
         layer = min(layer, self.layers - 1)

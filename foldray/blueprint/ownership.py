@@ -246,8 +246,8 @@ def _check_divides(model: ModelSpec, fold: Fold) -> None:
         ("tp", "linear_key_heads", linear is not None),
         ("tp", "ffn_hidden", model.has_dense),
         ("tp", "shared_hidden", model.shared_hidden > 0),
-        ("ep", "experts", bool(model.moe_layers)),
-        ("etp", "expert_hidden", bool(model.moe_layers)),
+        ("ep", "experts", model.has_moe),
+        ("etp", "expert_hidden", model.has_moe),
     ]
     for axis, field, applies in rules:
         size, whole = getattr(fold, axis), getattr(model, field)
