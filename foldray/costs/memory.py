@@ -125,13 +125,13 @@ def _position(
         kept = kept_by_list(content.blocks, size, left, in_order, pipeline.micro_batches, keeping.ahead, bool(pieces.recompute))
     else:
         kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
-    held, workspace = content_parameters(rank, content), rank.device.share["workspace"] * GIB
-    several = pipeline.micro_batches * pieces.batch_degree > 1
-    held = held._replace(gradients=held.gradients + several * unreduced(rank, content))
+    several, workspace = pipeline.micro_batches * pieces.batch_degree > 1, rank.device.share["workspace"] * GIB
+    weights, gradients, optimizer = content_parameters(rank, content)
+    gradients += several * unreduced(rank, content)
     if (copied := rank.copied) is not None:  # sums of one micro-batch go home block by block
         mixed = sum(count for block, count in content.blocks if block.moe)
-        sums = copied.room * copied.sums * (mixed if several else min(mixed, 2)) if copied.copies else 0.0
-        held = held._replace(weights=held.weights + copied.room * copied.expert * mixed, gradients=held.gradients + sums)
+        weights += copied.room * copied.expert * mixed
+        gradients += copied.room * copied.sums * (mixed if several else min(mixed, 2)) if copied.copies else 0.0
     kept *= pieces.batch_degree
     if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
@@ -140,7 +140,8 @@ def _position(
     running = [_running(rank, block, pieces, imbalance) for block in size]
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
-    return Memory(*held, kept, rows, logits, max(0.0, max(running) - logits, behind), workspace)
+    working = max(0.0, max(running) - logits, behind)
+    return Memory(weights, gradients, optimizer, kept, rows, logits, working, workspace)
 
 
 @shared_by_ops

@@ -201,9 +201,12 @@ class Refinement:
             rank = group.rank if parts == 1 else self._rank(fold, group.micro_batch // parts)
             for staging in self._stagings(group).all:
                 layout = staging.layout
-                behind = least_behind(rank, layout.positions)
+                behind, memories = least_behind(rank, layout.positions), dict[Slicing, Memory]()
                 for pieces, orderings in self._orderings(_cut(fold), parts, group.recompute).items():
-                    memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                    memory = memories.get(pieces.slicing)  # which is the same whatever is hidden
+                    if memory is None:
+                        memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                        memories[pieces.slicing] = memory
                     if needless(memory.total):
                         continue
                     stages = stage_bounds(rank, layout.contents, pieces)
