@@ -195,6 +195,7 @@ class RankCosts(AttentionParts, MixtureParts):
         shape = network.shape
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
+        copied = (self.overload,) if self.job.copies else ()  # which copies are worth their way depends on edp, too
         rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" or self.job.wire is not None else ()
         traits: dict[str, tuple] = {
             EMBED: tensor,
@@ -204,9 +205,9 @@ class RankCosts(AttentionParts, MixtureParts):
             FFN: tensor,
             ROUTE: rows,
             SHARED: tensor,
-            DISPATCH: (shape("ep_across"), fold.ep_inside),
-            EXPERT: (fold.ep, fold.etp, shape("etp"), shape("ep_inside")),
-            COMBINE: (shape("ep_across"), fold.ep_inside),
+            DISPATCH: (shape("ep_across"), fold.ep_inside, *copied),
+            EXPERT: (fold.ep, fold.etp, shape("etp"), shape("ep_inside"), *copied),
+            COMBINE: (shape("ep_across"), fold.ep_inside, *copied),
             MERGE: rows,
             HEAD: tensor,
         }

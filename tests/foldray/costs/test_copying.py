@@ -15,6 +15,7 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.copying import CopyRoom
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
+from foldray.costs.memo import Memo
 from foldray.costs.memory import ledger
 from foldray.costs.prediction import Step
 from foldray.costs.rank import OpWork
@@ -82,6 +83,18 @@ def test_experts_that_change_places() -> None:
     assert seconds(even) == seconds(same)
     recipe: Any = make_recipe(4, 4, model={"router": {"skew": 1.0}}, moe={"place_every": 5})
     assert as_candidate(recipe).job.places
+
+
+def test_prices_are_shared_only_where_copies_are_the_same() -> None:
+    """With four replicas of all experts, each has a quarter of the rows, and no copy is worth its way."""
+    job = replace(work_of(2, 1.0).candidate.job, copies=CopyRoom(2, 4096 * 8))
+    memo, device = Memo(), Device.of(job, load_hardware("h200"))
+    works = [OpWork(Candidate(job, Fold(32, ep=8, pp=pp)), device, memo=memo) for pp in (4, 1)]
+    assert [work.rank.overload for work in works] != [works[0].rank.overload] * 2
+    prices = [work.rank.price("expert", False, range(4096), job.blocks[0]) for work in works]
+    alone = [OpWork(work.candidate, device).rank.price("expert", False, range(4096), job.blocks[0]) for work in works]
+    assert prices == alone
+    assert prices[0].seconds < prices[1].seconds
 
 
 def test_one_rank_with_all_experts_has_no_copies() -> None:
