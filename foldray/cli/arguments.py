@@ -14,6 +14,7 @@ from foldray.recipe.page import key_help
 
 SHELLS = ("bash", "zsh", "fish")
 AXES = ("tp", "cp", "pp", "ep", "etp")
+PEERS = ("transformers", "deepspeed", "torchtitan", "megatron")
 ORDERS = ("tp-cp-dp-pp", "etp-ep-edp-pp")  # legal for all sizes
 
 
@@ -92,12 +93,22 @@ def _add_training(commands: Any) -> None:
     command.add_argument("--no-wait", action="store_true", help="return once the cluster has accepted the job")
     command.add_argument("--stop", action="store_true", help="stop the job on Ctrl-C; without this, it goes on")
 
-    command = _add(commands, "verify", "Compare the loss and every gradient of a recipe's fold with a single process.")
-    _add_recipe(command, joins=True)
+    meaning = "Compare the loss and every gradient of a recipe's fold, or of another project, with a single process."
+    command = _add(commands, "verify", meaning)
+    _add_recipe(command, joins=True, optional=True)
     command.add_argument("--shrink", action="store_true", help="make the model as small as the fold allows")
     _add_skew(command)
     meaning = "compare small recipes for all known ways in which parallel training goes wrong"
     command.add_argument("--all", action="store_true", help=meaning)
+    meaning = "instead of a recipe, try another project on ranks of this machine (docs/notebook/referee.md)"
+    command.add_argument("--peer", choices=PEERS, help=meaning)
+    for name, meaning in (
+        ("layout", "a layout of the peer, such as 'dp4 ep2'"),
+        ("case", "a case of the peer, such as 'as it is'"),
+    ):
+        meaning += " (default all); repeat the option to try several"
+        command.add_argument(f"--{name}", dest=f"{name}s", action="append", default=[], metavar="NAME", help=meaning)
+    command.add_argument("--dtype", help="type of the peer's numbers (default: the widest that it permits)")
 
 
 def _add_measuring(commands: Any) -> None:
@@ -305,10 +316,10 @@ def _add_run(command: argparse.ArgumentParser, meaning: str = _TRAINED) -> None:
     command.add_argument("--trust", action="store_true", help=meaning)
 
 
-def _add_recipe(command: argparse.ArgumentParser, joins: bool = False) -> None:
+def _add_recipe(command: argparse.ArgumentParser, joins: bool = False, optional: bool = False) -> None:
     """Add the arguments for a recipe and its changes, and for the address if the command joins a Ray cluster."""
     meaning = "YAML file, or the name of one of `foldray recipes`; docs/recipe.md describes its keys"
-    command.add_argument("recipe", metavar="RECIPE", help=meaning)
+    command.add_argument("recipe", metavar="RECIPE", nargs="?" if optional else None, help=meaning)
     _add_overrides(command)
     if joins:
         meaning = "Ray cluster to join (cluster.address, default that of RAY_ADDRESS); without any, Ray starts on this machine"

@@ -33,11 +33,28 @@ def submit(given: argparse.Namespace) -> int:
 
 
 def verify(given: argparse.Namespace) -> int:
+    if given.peer:
+        return _referee(given)
+    for option in ("layouts", "cases", "dtype"):
+        if getattr(given, option):
+            raise UserError(option.removesuffix("s"), getattr(given, option), "needs --peer")
+    if given.recipe is None:
+        raise UserError("recipe", "nothing", "must be the recipe to verify; or --peer names a project to try")
     recipe = recipe_of(given)
     from trainers.measure.verify import verify as run
     from trainers.measure.verify import verify_all
 
     return verify_all(recipe, as_json=given.json) if given.all else run(recipe, shrink=given.shrink, as_json=given.json)
+
+
+def _referee(given: argparse.Namespace) -> int:
+    from trainers.referee.entry import referee
+
+    refused = {"recipe": given.recipe, "shrink": given.shrink, "all": given.all, "skew": given.skew, "routes": given.routes}
+    for option, value in {**refused, "address": given.joined}.items():
+        if value:
+            raise UserError(option, value, "does not go with --peer, which has models of its own; leave it out")
+    return referee(given.peer, given.layouts, given.cases, given.dtype, as_json=given.json)
 
 
 def bench(given: argparse.Namespace) -> int:
