@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
 from trainers.referee.cases import Batches, Case, experts, loss_of, make_model
-from trainers.referee.rank import Gradients, Layout
+from trainers.referee.rank import Gradients, Layout, whole_gradients
 
 
 class Transformers:
@@ -54,9 +53,3 @@ class Transformers:
     def pieces(self, gradients: Gradients, expected: Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
         for name, gradient in gradients.items():
             yield name, gradient, expected[name]
-
-
-def whole_gradients(model: Any) -> Gradients:
-    """Return the gradients of a model whose parameters are DTensors or whole. All ranks must call this."""
-    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}

@@ -60,9 +60,9 @@ PROJECTS: Mapping[str, Project] = {
         {
             "dp4 ep2": Layout(), "dp4 ep4": Layout(ep=4), "tp2 dp2 ep4": Layout(2, 2, 4), "tp2 dp2 ep2": Layout(2, 2, 2),
             "tp2 dp2": Layout(2, 2, 1), "tp2 ep2": Layout(2, 1, 2),
-            "tp2 ep2, all_reduce": Layout(2, 1, 2, {"ep_implementation": "all_reduce"}),
-            "dp4 ep2, 2 replicas": Layout(settings={"fsdp_size": 2, "dp_replicate_size": 2}),
-            "tp2 ep2, flag": Layout(2, 1, 2, {"enable_expert_parallel": True, "ep_size": None, "fsdp_size": None}, _ONE),
+            "tp2 ep2 (all_reduce)": Layout(2, 1, 2, {"ep_implementation": "all_reduce"}),
+            "dp4 ep2 (2 replicas)": Layout(settings={"fsdp_size": 2, "dp_replicate_size": 2}),
+            "tp2 ep2 (flag)": Layout(2, 1, 2, {"enable_expert_parallel": True, "ep_size": None, "fsdp_size": None}, _ONE),
         },
     ),
     "deepspeed": Project(
@@ -70,38 +70,41 @@ PROJECTS: Mapping[str, Project] = {
         ("deepspeed", "transformers.trainer", "torch._dynamo"),
         ("float32", "float64"),
         {
-            "dp4 ep2, ZeRO-2": Layout(), "dp4 ep2, ZeRO-0": Layout(settings={"stage": 0}),
-            "dp4 ep2, ZeRO-1": Layout(settings={"stage": 1}), "dp4 ep2, ZeRO-3": Layout(settings={"stage": 3}),
-            "tp2 dp2 ep4, ZeRO-2": Layout(2, 2, 4), "tp2 dp2 ep2, ZeRO-2": Layout(2, 2, 2),
-            "tp2 dp2 ep4, ZeRO-1": Layout(2, 2, 4, {"stage": 1}),
-            "dp4 ep2, as installed": Layout(settings={"repaired": False}, cases=_ONE),
-            "tp2 dp2 ep4, plan of transformers": Layout(2, 2, 4, {"plan": True}, _ONE),
+            "dp4 ep2 (ZeRO-2)": Layout(), "dp4 ep2 (ZeRO-0)": Layout(settings={"stage": 0}),
+            "dp4 ep2 (ZeRO-1)": Layout(settings={"stage": 1}), "dp4 ep2 (ZeRO-3)": Layout(settings={"stage": 3}),
+            "tp2 dp2 ep4 (ZeRO-2)": Layout(2, 2, 4), "tp2 dp2 ep2 (ZeRO-2)": Layout(2, 2, 2),
+            "tp2 dp2 ep4 (ZeRO-1)": Layout(2, 2, 4, {"stage": 1}),
+            "dp4 ep2 (as installed)": Layout(settings={"repaired": False}, cases=_ONE),
+            "tp2 dp2 ep4 (plan of transformers)": Layout(2, 2, 4, {"plan": True}, _ONE),
         },
     ),
     "torchtitan": Project(
         "torchtitan", "0.3.0", "torchtitan==0.3.0 triton", ("torchtitan", "Torchtitan"),
-        (),  # its class imports it, once it has told torchtitan which device it has
+        ("trainers.referee.on_cpu", "torchtitan"),
         ("float32",),
         {
             "dp4 ep2": Layout(), "dp4 ep4": Layout(ep=4), "tp2 dp2 ep4": Layout(2, 2, 4), "tp2 dp2 ep2": Layout(2, 2, 2),
-            "tp2 dp2": Layout(2, 2, 1), "tp2 ep2": Layout(2, 1, 2), "dp4 ep2, 2 replicas": Layout(settings={"replicas": 2}),
-            "dp4 ep2, spmd_types": Layout(settings={"backend": "spmd_types"}, cases=_ONE),
+            "tp2 dp2": Layout(2, 2, 1), "tp2 ep2": Layout(2, 1, 2), "dp4 ep2 (2 replicas)": Layout(settings={"replicas": 2}),
+            "dp4 ep2 (spmd_types)": Layout(settings={"backend": "spmd_types"}, cases=_ONE),
         },
-        ("as it is", "masked tokens", "router", "idle experts", "shared expert", "sigmoid scores", "tied embedding", "accumulation"),
+        (
+            "as it is", "masked tokens", "router", "sigmoid scores", "idle experts", "shared expert", "tied embedding",
+            "accumulation",
+        ),
     ),
     "megatron": Project(
         "megatron-core", "0.16.1", "megatron-core==0.16.1", ("megatron", "Megatron"),
         ("megatron.core.transformer.moe.moe_layer",),
         ("float64", "float32"),
         {
-            f"{name}, {dispatcher}": Layout(tp, dp, ep, {"etp": etp, "dispatcher": dispatcher}, cases)
+            f"{name} ({dispatcher})": Layout(tp, dp, ep, {"etp": etp, "dispatcher": dispatcher}, cases)
             for dispatcher in ("alltoall", "allgather")
             for name, tp, dp, ep, etp, cases in (
                 ("dp4 ep2", 1, 4, 2, 1, ()), ("dp4 ep4", 1, 4, 4, 1, ()), ("tp2 dp2 ep2", 2, 2, 2, 1, ()),
                 ("tp2 dp2 ep4", 2, 2, 4, 1, ()), ("tp2 dp2 ep2 etp2", 2, 2, 2, 2, ()),
             )
         } | {
-            "dp4 ep2, as installed": Layout(settings={"dispatcher": "allgather", "as_installed": True}, cases=_ONE),
+            "dp4 ep2 (as installed)": Layout(settings={"dispatcher": "allgather", "as_installed": True}, cases=_ONE),
         },
         ("as it is", "router", "sigmoid scores", "shared expert", "idle experts"),
     ),

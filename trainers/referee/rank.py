@@ -61,3 +61,9 @@ class Peer(Protocol):
     def loss(case: Case, model: Any, inputs: Inputs, targets: float | None = None) -> Tensor:
         """Return the loss of this model; `targets` is what the sum over targets is divided by, None for their number."""
         ...
+
+
+def whole_gradients(model: Any) -> Gradients:
+    """Return the gradients of a model whose parameters are DTensors or whole. All ranks must call this."""
+    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named.items()}

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-
-torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes a GPU for granted where torch sees no device
-
 import torchtitan.distributed.utils as titan
 import torchtitan.models.qwen3 as qwen3
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -26,8 +23,7 @@ from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from trainers.referee.cases import IGNORED, SEED, VOCAB, Batches, Case, Inputs
-from trainers.referee.huggingface import whole_gradients
-from trainers.referee.rank import Gradients, Layout
+from trainers.referee.rank import Gradients, Layout, whole_gradients
 
 _HIDDEN, _HEAD = 32, 8
 _BACKEND = "partial_dtensor"  # torchtitan's default, spmd_types, needs a newer torch
@@ -49,8 +45,8 @@ class Torchtitan:
         self.dims.build_mesh()
         model = _made(case, _config(case, layout)).to(dtype)
         self.model = qwen3.parallelize_qwen3(
-            model, parallel_dims=self.dims, parallelism=parallelism, compile_config=CompileConfig(), ac_config=None, dump_folder="",
-            training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
+            model, parallel_dims=self.dims, parallelism=parallelism, compile_config=CompileConfig(), ac_config=None,
+            training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"), dump_folder="",
         )  # fmt: skip
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
