@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
+from transformers.utils import output_capturing
 
 from trainers.referee.cases import Batches, Case, loss_of, make_model
 from trainers.referee.rank import Gradients, Layout
@@ -23,9 +26,6 @@ class DeepSpeed:
     alone, loss = staticmethod(make_model), staticmethod(loss_of)
 
     def __init__(self, case: Case, layout: Layout, dtype: torch.dtype, folder: Path) -> None:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed
-
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed compiles code meanwhile
         deepspeed.init_distributed("gloo", verbose=False)
         if layout.settings.get("repaired", True):
@@ -51,9 +51,6 @@ class DeepSpeed:
         return loss
 
     def train(self, batches: Batches, dp_rank: int, targets: float | None) -> tuple[Tensor, Gradients, float | None]:
-        from deepspeed.runtime.utils import clip_grad_norm_
-        from deepspeed.utils import safe_get_full_grad
-
         losses, gradients, norm = [], Gradients(), None
         for m, parts in enumerate(batches.inputs):
             loss = loss_of(self.case, self.engine, parts[dp_rank], targets)
@@ -105,8 +102,6 @@ def _cut(model: str) -> dict[str, Any]:
 
 def _take_default() -> None:
     """Let the registry of transformers be asked with a key and a default, as AutoEP asks it."""
-    from transformers.utils import output_capturing
-
     registry = output_capturing._CanRecordRegistry
     plain = registry.get
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from foldray.errors import UserError, nearest
+from trainers.referee.cases import CASES
 from trainers.referee.projects import PROJECTS, Project
+from trainers.referee.rank import Peer
+from trainers.referee.ranks import run
 from trainers.referee.verdicts import FIGURES, judged, short
 from trainers.telemetry.records import as_json as to_json
 
@@ -31,29 +37,32 @@ def referee(
         UserError: the project has no such layout, case or type. MissingPackage: the project is not installed.
     """
     project = PROJECTS[name]
+    (dtype,) = _known("dtype", [dtype] if dtype else project.dtypes[:1], project.dtypes)
     chosen = {each: project.layouts[each] for each in _known("layout", layouts, list(project.layouts))}
-    names, (dtype,) = (
-        _known("case", cases, project.cases),
-        _known("dtype", [dtype] if dtype else project.dtypes[:1], project.dtypes),
-    )
+    names = _known("case", cases, project.cases)
+    pairs = [(layout, case) for layout, how in chosen.items() for case in names if case in (how.cases or names)]
+    if not pairs:
+        raise UserError(
+            "case", cases[0], "is not tried in these layouts", sorted({each for how in chosen.values() for each in how.cases})
+        )
     os.environ["OMP_NUM_THREADS"] = "1"  # ranks are forked, and share two cores as a rule
-    kind, version = project.load()
-    import torch
-
-    from trainers.referee.cases import CASES
-    from trainers.referee.ranks import run
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end with this process
-    rows = []
-    for layout, how in chosen.items():
-        for case in (each for each in names if not how.cases or each in how.cases):
-            row = judged(run(kind, how, CASES[case], dtype, LIMIT_S), dtype)
-            rows.append({"layout": layout, "case": case, **row})
-            print(f"{name}, {layout}, {case}: {row['verdict']}", file=sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr):  # projects greet there, and a document is all that programs may read
+        kind, version = project.load()
+        rows = _rows(name, kind, pairs, dtype)
     told = {"peer": name, "version": version, "tried": project.tried, "torch": torch.__version__, "dtype": dtype}
     print(to_json({**told, "rows": rows}) if as_json else f"{_versions(told, project)}\n{table(rows)}")
     return 0
+
+
+def _rows(name: str, kind: type[Peer], pairs: Sequence[tuple[str, str]], dtype: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end with this process
+    rows = []
+    for layout, case in pairs:
+        row = judged(run(kind, PROJECTS[name].layouts[layout], CASES[case], dtype, LIMIT_S), dtype)
+        rows.append({"layout": layout, "case": case, **row})
+        print(f"{name}, {layout}, {case}: {row['verdict']}", file=sys.stderr)
+    return rows
 
 
 def _known(what: str, given: Sequence[str], legal: Sequence[str]) -> list[str]:

@@ -67,7 +67,7 @@ PROJECTS: Mapping[str, Project] = {
     ),
     "deepspeed": Project(
         "deepspeed", "0.19.8", "deepspeed==0.19.8 transformers==5.23.0", ("deepspeed", "DeepSpeed"),
-        ("deepspeed", "transformers.trainer", "torch._dynamo"),
+        ("trainers.referee.on_cpu", "deepspeed", "transformers.trainer", "torch._dynamo"),
         ("float32", "float64"),
         {
             "dp4 ep2 (ZeRO-2)": Layout(), "dp4 ep2 (ZeRO-0)": Layout(settings={"stage": 0}),

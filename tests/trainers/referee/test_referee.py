@@ -78,6 +78,7 @@ def test_a_table_has_every_figure():
     assert table(rows).splitlines()[-1] == "| dp4 | router | 0 | 1e-9 | 2e-1 | 0 | differs: norm 2e-1 |"
 
 
+@pytest.mark.gate(1 / 3)
 def test_faults_of_a_small_project_are_found():
     rows = json.loads(python("-m", "tests.trainers.referee.plain"))
     assert {fault: rows[fault]["verdict"] for fault in FAULTS} == FAULTS
@@ -106,6 +107,7 @@ def test_the_command_line_knows_every_project():
             ["layout=dp4 ep3", "did you mean 'dp4 ep", "legal: dp4 ep2, dp4 ep4"],
         ),
         (["--peer", "megatron", "--case", "window"], ["case=window", "legal: as it is, router"]),
+        (["--peer", "transformers", "--layout", "tp2 ep2 (flag)", "--case", "router"], ["case=router", "legal: as it is"]),
         (["--peer", "deepspeed", "--dtype", "float16"], ["dtype=float16", "legal: float32, float64"]),
     ],
 )
@@ -145,3 +147,11 @@ def test_transformers_agrees_until_a_fault_is_planted():
         verdicts[factor] = {row["case"]: (row["verdict"], next(iter(row["worst"]))) for row in rows}
     assert {verdict for verdict, _ in verdicts["1"].values()} == {"agrees"}
     assert set(verdicts["1.001"].values()) == {("differs", "model.layers.0.mlp.gate.weight")}
+
+
+@pytest.mark.nightly("four ranks of DeepSpeed")
+def test_a_document_is_all_that_deepspeed_leaves_on_stdout():
+    command = "-m", "foldray", "verify", "--peer", "deepspeed", "--layout", "tp2 dp2 ep4 (ZeRO-2)", "--case", "as it is", "--json"
+    document = json.loads(python(*command))
+    assert [row["verdict"] for row in document["rows"]] == ["differs"], "if it agrees, docs/notebook/referee.md is out of date"
+    assert document["version"] == document["tried"]
