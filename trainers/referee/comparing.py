@@ -41,10 +41,10 @@ def gradients_apart(peer: Peer, gradients: Gradients, expected: Gradients) -> di
     """Return max|Δ| / max|expected| of the worst gradient over all ranks, the worst ones by name, and those that are missing."""
     names, apart, seen = [], [], set[str]()
     for name, gradient, piece in peer.pieces(gradients, expected):
-        size = expected.get(name, piece).double().abs().max()
-        difference = (gradient.double() - piece.double()).abs().max() / size
+        size = float(expected.get(name, piece).double().abs().max())
+        difference = float((gradient.double() - piece.double()).abs().max())
         names.append(name)
-        apart.append(float(difference) if size else math.inf * float(gradient.abs().max() > 0) if gradient.any() else 0.0)
+        apart.append(difference / size if size else math.inf if difference else 0.0)
         seen.add(name.rpartition(".experts.")[0] + ".experts" if ".experts." in name else name)
     ranked = sorted(zip(names, _largest(apart), strict=True), key=lambda item: item[1], reverse=True)
     missing = {name for name in expected if name not in seen and not any(name.startswith(f"{each}.") for each in seen)}
