@@ -230,12 +230,8 @@ def test_what_is_allowed_passes(path, source):
 
 # Distributions with other names.
 DISTRIBUTIONS = {
-    "yaml": "pyyaml",
-    "sklearn": "scikit-learn",
-    "grpc": "grpcio",
-    "pynvml": "nvidia-ml-py",
-    "megatron": "megatron-core",
-}
+    "yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio", "pynvml": "nvidia-ml-py", "megatron": "megatron-core",
+}  # fmt: skip
 LIBRARIES = ("foldray", "trainers", "tuners")
 ON_NO_INDEX = {"tutel"}  # a command of its own installs it
 

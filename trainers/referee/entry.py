@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,6 @@ def referee(
         raise UserError(
             "case", cases[0], "is not tried in these layouts", sorted({each for how in chosen.values() for each in how.cases})
         )
-    os.environ["OMP_NUM_THREADS"] = "1"  # ranks are forked, and share two cores as a rule
     with contextlib.redirect_stdout(sys.stderr):  # projects greet there, and a document is all that programs may read
         kind, version = project.load()
         rows = _rows(name, kind, pairs, dtype)
@@ -55,7 +53,7 @@ def referee(
 
 
 def _rows(name: str, kind: type[Peer], pairs: Sequence[tuple[str, str]], dtype: str) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a process with more threads must not fork ranks
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end with this process
     rows = []
     for layout, case in pairs:

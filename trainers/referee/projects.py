@@ -47,7 +47,8 @@ class Project:
                 importlib.import_module(name)
             module = importlib.import_module(f"trainers.referee.{self.peer[0]}")
         except ModuleNotFoundError as error:
-            raise MissingPackage("peer", self.package, error.name or self.package, f"pip install {self.install}") from None
+            missing = (error.name or self.package).partition(".")[0]
+            raise MissingPackage("peer", self.package, missing, f"pip install {self.install}") from None
         return getattr(module, self.peer[1]), importlib.metadata.version(self.package)
 
 
@@ -87,10 +88,7 @@ PROJECTS: Mapping[str, Project] = {
             "tp2 dp2": Layout(2, 2, 1), "tp2 ep2": Layout(2, 1, 2), "dp4 ep2 (2 replicas)": Layout(settings={"replicas": 2}),
             "dp4 ep2 (spmd_types)": Layout(settings={"backend": "spmd_types"}, cases=_ONE),
         },
-        (
-            "as it is", "masked tokens", "router", "sigmoid scores", "idle experts", "shared expert", "tied embedding",
-            "accumulation",
-        ),
+        ("as it is", "masked tokens", "router", "sigmoid scores", "idle experts", "shared expert", "accumulation"),
     ),
     "megatron": Project(
         "megatron-core", "0.16.1", "megatron-core==0.16.1", ("megatron", "Megatron"),

@@ -123,7 +123,6 @@ def _config(case: Case, layout: Layout) -> Any:
             layer.moe.shared_experts = make_ffn_config(dim=_HIDDEN, hidden_dim=32, w1_param_init=initial, w2w3_param_init=initial)
     config = qwen3.Qwen3Model.Config(
         vocab_size=VOCAB, dim=_HIDDEN, norm=qwen3._qwen3_norm(_HIDDEN), layers=layers,
-        enable_weight_tying=case.settings.get("tie_word_embeddings", False),
         tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=_HIDDEN, param_init=qwen3._EMBEDDING_INIT),
         lm_head=Linear.Config(in_features=_HIDDEN, out_features=VOCAB, param_init=qwen3._LINEAR_INIT),
     )  # fmt: skip

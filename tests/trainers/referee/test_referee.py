@@ -119,11 +119,11 @@ def test_a_mistake_is_one_line(arguments, fragments, capsys):
 
 
 def test_a_project_that_is_not_installed_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torchtitan", None)
-    assert main(["verify", "--peer", "torchtitan"]) == 2
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    assert main(["verify", "--peer", "megatron"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
-    assert "install it with: pip install torchtitan==0.3.0" in line
+    assert "'megatron', which is not installed; install it with: pip install megatron-core==0.16.1" in line
 
 
 @pytest.mark.nightly("four ranks of transformers, four times")
