@@ -102,7 +102,7 @@ def _cut(model: str) -> dict[str, Any]:
 
 def _take_default() -> None:
     """Let the registry of transformers be asked with a key and a default, as AutoEP asks it."""
-    registry = output_capturing._CanRecordRegistry
+    registry: Any = output_capturing._CanRecordRegistry
     plain = registry.get
 
     def get(self: dict, model: Any, *default: Any) -> Any:

@@ -58,7 +58,8 @@ class Loop(nn.Module):
         else:
             score_TK, expert_TK = logit_TE.softmax(-1).topk(self.top)
         weight_TE = torch.zeros_like(logit_TE).scatter(-1, expert_TK, score_TK)
-        out_TD = sum(weight_TE[:, e : e + 1] * _ffn(x_TD, self.fc1[e], self.fc2[e]) for e in range(self.experts))
+        outputs = [weight_TE[:, e : e + 1] * _ffn(x_TD, self.fc1[e], self.fc2[e]) for e in range(self.experts)]
+        out_TD = torch.stack(outputs).sum(0)
         return out_TD + _ffn(x_TD, self.shared1, self.shared2) if self.case.model == "qwen2_moe" else out_TD
 
 
@@ -112,9 +113,9 @@ class Megatron:
         gradients = {name: each.grad for name, each in self.layer.named_parameters()}
         for name, gradient in gradients.items():
             dist.all_reduce(gradient.div_(self.layout.dp), group=self._holders(name))
-        rows = self.whole.rows.grad
-        dist.all_reduce(rows.div_(self.layout.dp))
-        return loss.detach(), {**gradients, "rows": rows}, None
+        gradients["rows"] = self.whole.rows.grad.div_(self.layout.dp)  # type: ignore[union-attr]
+        dist.all_reduce(gradients["rows"])
+        return loss.detach(), gradients, None
 
     def _loss(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return the loss of this rank's sequences, and this rank's share of it: with TP, it has a part of each sequence."""
