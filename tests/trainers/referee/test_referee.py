@@ -13,8 +13,9 @@ import pytest
 from foldray.cli import main
 from foldray.cli.arguments import PEERS
 from tests.trainers.referee.plain import FAULTS
+from trainers.referee import entry
 from trainers.referee.entry import table
-from trainers.referee.projects import PROJECTS
+from trainers.referee.projects import PROJECTS, Project
 from trainers.referee.verdicts import AGREES, FIGURES, judged, told
 
 ROOT = Path(__file__).parents[3]
@@ -124,6 +125,14 @@ def test_a_project_that_is_not_installed_is_one_line(monkeypatch, capsys):
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "'megatron', which is not installed; install it with: pip install megatron-core==0.16.1" in line
+
+
+def test_what_a_project_prints_is_not_in_the_document(monkeypatch, capsys):
+    monkeypatch.setattr(Project, "load", lambda self: (print("Welcome!"), self.tried))
+    monkeypatch.setattr(entry, "_rows", lambda *given: [{"case": case} for _, case in given[2]])
+    assert entry.referee("deepspeed", ["dp4 ep2 (as installed)"], as_json=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["version"], document["rows"]) == ("0.19.8", [{"case": "as it is"}])
 
 
 @pytest.mark.nightly("four ranks of transformers, four times")
