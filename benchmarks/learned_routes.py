@@ -22,7 +22,7 @@ from foldray.blueprint.placing import overload_of, spread
 from foldray.runtime.copying import GAIN
 from trainers.routes.recorded import Recorded
 
-WINDOWS = (0, 100, 300, 1000, 2000, 3000)
+WINDOWS = (0, 100, 300, 1000, 3000)
 Measure = Callable[[list[float]], float]
 Choose = Callable[[np.ndarray, int], Measure]
 """(loads of some steps [S, E], EP) → (load of a later step [E] → overload)"""
