@@ -44,9 +44,9 @@ def head_logits(rank: RankCosts, tokens: int) -> float:
     if rank.job.software.fused_loss:  # as TransformerEngine's: logits, whose place their gradients take
         return tokens * rank.sequences * (rank.model.vocab + rank.model.hidden * rank.fold.tp) * rank.device.bytes
     # Without TP, backward has the log-softmax, its gradient and that of the logits, all in float32. TP's own cross-entropy has
-    # fewer tensors at once. Its fullest moment is in forward: logits, their float32 copy, and its softmax.
+    # fewer tensors at once. Its fullest moment is in forward: a float32 copy of the logits, and its softmax.
     wide = max(FLOAT32, rank.device.bytes)
-    made = rank.model.vocab * (3 * wide if rank.fold.tp == 1 else 2 * wide + rank.device.bytes)
+    made = rank.model.vocab * wide * (3 if rank.fold.tp == 1 else 2)
     # The output of the last norm, and TP's gather of it.
     taken = rank.model.hidden * rank.device.bytes * (1 + (rank.fold.tp > 1) * rank.fold.tp)
     return tokens * rank.sequences * (made + taken)
