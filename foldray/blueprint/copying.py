@@ -16,6 +16,12 @@ import numpy as np
 
 from foldray.blueprint.block import FeedForwardSpec
 
+
+def home(expert: int, experts: int, ranks: int) -> int:
+    """Return the rank that owns an expert. Each rank has a run of them."""
+    return expert * ranks // experts
+
+
 _LEAST = 0.005  # of the mean load of a rank; less is not worth a copy
 
 
@@ -35,7 +41,7 @@ class Copies(NamedTuple):
     @classmethod
     def none(cls, experts: int, ranks: int, room: int) -> Copies:
         """Return room without copies: all tokens go to their experts' homes."""
-        share_ER = ((float(expert * ranks // experts == rank) for rank in range(ranks)) for expert in range(experts))
+        share_ER = ((float(home(expert, experts, ranks) == rank) for rank in range(ranks)) for expert in range(experts))
         return cls(room, ((),) * ranks, tuple(map(tuple, share_ER)))
 
     @property
@@ -67,8 +73,7 @@ class Copies(NamedTuple):
         """
         bounds, places, experts = list[float](), list[int](), len(self.share_ER)
         for expert, share_R in enumerate(self.share_ER):
-            home = expert * len(self.of_rank) // experts
-            holders = [holder for holder, share in enumerate(share_R) if share > 0] or [home]
+            holders = [holder for holder, share in enumerate(share_R) if share > 0] or [home(expert, experts, len(self.of_rank))]
             ends = np.cumsum(_flow(np.asarray(share_R), rank))
             bounds += [expert + len(self.of_rank) * float(ends[holder]) for holder in holders[:-1]]
             bounds.append(expert + 1.0)
@@ -111,7 +116,7 @@ def copy_experts(load_E: Sequence[float], ranks: int, room: int, worth: float = 
     load = np.asarray(load_E, np.float64)
     experts, mean = len(load), load.sum() / ranks
     load_ER = np.zeros((experts, ranks))
-    load_ER[np.arange(experts), np.arange(experts) * ranks // experts] = load
+    load_ER[np.arange(experts), [home(expert, experts, ranks) for expert in range(experts)]] = load
     of_rank: list[list[int]] = [[] for _ in range(ranks)]
     while True:
         total_R = load_ER.sum(0)
@@ -126,7 +131,7 @@ def copy_experts(load_E: Sequence[float], ranks: int, room: int, worth: float = 
                 break
         else:
             break
-        if new and expert * ranks // experts != rank:
+        if new and home(expert, experts, ranks) != rank:
             of_rank[rank].append(expert)
         load_ER[expert, full] -= moved
         load_ER[expert, rank] += moved

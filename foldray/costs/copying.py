@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from foldray.blueprint import FeedForwardSpec, ModelSpec, pattern_shares
-from foldray.blueprint.copying import Copies, copy_experts, rows_worth_a_copy
+from foldray.blueprint.copying import Copies, copy_experts, home, rows_worth_a_copy
 from foldray.fold import Fold
 
 
@@ -41,7 +41,7 @@ class Copied(NamedTuple):
         if self.copies is None:
             return 0
         experts, ranks = len(self.copies.share_ER), len(self.copies.of_rank)
-        homes = [expert * ranks // experts for of in self.copies.of_rank for expert in of]
+        homes = [home(expert, experts, ranks) for of in self.copies.of_rank for expert in of]
         return max(*map(len, self.copies.of_rank), *(homes.count(rank) for rank in range(ranks)))
 
 

@@ -14,7 +14,7 @@ once. At last, the gradient of a tied embedding is summed over the first and the
 the model once. The first rank that holds an element counts it; if sums are sharded, the owner counts it.
 
 Each class has one flat buffer, in the order in which backward completes the gradients. It is reduced in chunks, which the
-step's list starts (`orders/reduction.py`). After an all-reduce, every rank has all sums. After a reduce-scatter, a rank
+step's list starts (`orders/position.py`). After an all-reduce, every rank has all sums. After a reduce-scatter, a rank
 has the sums that it owns (ZeRO-1, Rajbhandari et al. 2020). With `release`, the memory of a gradient is freed once the
 gradient has left (ZeRO-2).
 
