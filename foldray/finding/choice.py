@@ -26,6 +26,7 @@ MOST_TRIED = 6  # before ways to sum gradients
 FOUND = 0.98  # what a list that is searched takes, at most, of the fastest named order of the same pieces
 LEAST_GAIN = 0.005  # of a step; what is expected to gain less is not tried
 LEAST_HOPE = 0.02  # the same while pieces count as fast as their share of tokens, which nothing can beat
+DOUBT = 0.1  # of a step; pieces of a length that no step has had may be so much faster than expected
 
 Key = tuple[str, str, bool]
 """Kind and direction of ops, and whether their gradients of weights are ops of their own."""
@@ -131,14 +132,24 @@ class Choice:
         return self._next_reduction() if number is None else number
 
     def _next_order(self) -> int | None:
-        """Return the ordering that is expected to gain most, if it gains enough."""
+        """Return the ordering that is expected to gain most, if it gains enough; else the best one with as many pieces as no step
+        has had, if it could gain."""
         untried = [number for number in self._plain if number not in self.measured]
         if not untried or len(self.measured) >= MOST_TRIED or not self.measured.keys() <= set(self._plain):
             return None
-        expected = {number: self.expected(number) for number in untried}
+        expected, fastest = {number: self.expected(number) for number in untried}, min(self.measured.values())
         number = min(expected, key=expected.__getitem__)
         least = LEAST_GAIN if len(self.measured) > 1 else LEAST_HOPE
-        return number if expected[number] < (1 - least) * min(self.measured.values()) else None
+        if expected[number] < (1 - least) * fastest:
+            return number
+        known = set(map(self._pieces, self.measured))
+        doubtful = [other for other in untried if len(known) > 1 and self._pieces(other) not in known]
+        number = min(doubtful, key=expected.__getitem__, default=number)
+        return number if doubtful and expected[number] < (1 + DOUBT) * fastest else None
+
+    def _pieces(self, number: int) -> int:
+        """Return the number of pieces that an ordering cuts a micro-batch into."""
+        return self.orderings[number].degree * self.orderings[number].batch_degree
 
     def _next_reduction(self) -> int | None:
         """Return the fastest ordering with a way to sum gradients that is still to be tried."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -33,11 +34,13 @@ class Machine(NamedTuple):
         link: seconds of a whole all-to-all.
         start: seconds until an op begins to compute or to send.
         slower: what ops take longer in pieces than when they are timed alone, as a share.
+        quarters: the same for four pieces, beside that.
     """
 
     link: float
     start: float
     slower: float = 0.0
+    quarters: float = 0.0
 
     def cost(self, graph: StepGraph) -> Cost:
         whole = SLICES.before(LENGTH)
@@ -66,7 +69,7 @@ class Machine(NamedTuple):
             seconds = find(graph, cost, moves=False).seconds
         else:
             seconds = simulate(graph, step_schedule(graph, ordering.forward, ordering.backward), cost).seconds
-        return seconds * (1 + self.slower * (ordering.slicing is not None))
+        return seconds * (1 + self.slower * (ordering.slicing is not None) + self.quarters * (ordering.degree == 4))
 
 
 ORDERINGS = tuple(named_ordering(name, LENGTH, SLICES) for name in NAMES)
@@ -79,12 +82,12 @@ def graph_of(ordering: Ordering, passes: int) -> StepGraph:
     return ordering.graph(ownership, stages, LENGTH, passes, ragged=True)
 
 
-def chosen(machine: Machine, passes: int) -> tuple[Choice, list[float]]:
+def chosen(machine: Machine, passes: int, orderings: Sequence[Ordering] = ORDERINGS) -> tuple[Choice, list[float]]:
     """Let a choice measure steps until it asks for no more. Return it, and the seconds of all orderings."""
-    seconds = [machine.step(ordering, graph_of(ordering, passes)) for ordering in ORDERINGS]
-    choice = Choice(ORDERINGS, graph_of, PieceTimes(SLICES), passes)
+    seconds = [machine.step(ordering, graph_of(ordering, passes)) for ordering in orderings]
+    choice = Choice(orderings, graph_of, PieceTimes(SLICES), passes)
     while (number := choice.ask()) is not None:
-        graph = graph_of(ORDERINGS[number], passes)
+        graph = graph_of(orderings[number], passes)
         choice.tell(number, seconds[number], graph, machine.costs(graph))
     return choice, seconds
 
@@ -99,6 +102,16 @@ def test_the_fastest_order_is_found_in_few_steps(link: float, start: float, slow
     assert seconds[choice.ranked[0]] <= 1.02 * min(seconds)
     assert choice.measured[0] == seconds[0], "the plain order is always among those that were tried"
     assert len(choice.measured) <= MOST_TRIED
+
+
+@pytest.mark.parametrize("link", [0.2, 0.3, 0.4])
+@pytest.mark.parametrize(("start", "quarters"), [(0.0, 0.05), (0.01, 0.1), (0.02, 0.05)])
+def test_half_pieces_are_tried_where_quarters_disappoint(link: float, start: float, quarters: float) -> None:
+    orderings = [
+        named_ordering(name, LENGTH, SLICES) for name in ("sequential", "stream:2", "stream:4", "list:1", "list:2", "list:4")
+    ]
+    choice, seconds = chosen(Machine(link, start, quarters=quarters), 1, orderings)
+    assert seconds[choice.ranked[0]] <= 1.005 * min(seconds)
 
 
 def test_nothing_is_tried_where_nothing_travels() -> None:
