@@ -151,7 +151,7 @@ class AdapterSpec(Strict):
 
 
 BalanceScope = Literal["sequence", "batch", "global_batch"]
-BiasUpdate = Literal["sign", "centered", "proportional"]
+BiasUpdate = Literal["sign", "centered", "proportional", "quantile"]
 
 
 class RouterSpec(Strict):
@@ -194,8 +194,9 @@ class RouterSpec(Strict):
     sigmoid` or `selection_bias`. 0 turns it off."""
     bias_update: BiasUpdate = "sign"
     """How the bias of an expert moves: by the rate, whatever the expert lacks (`sign`, DeepSeek-V3);
-    likewise, but so that the mean of all biases stays (`centered`); or by the rate times what it
-    lacks, over the even share (`proportional`, arXiv:2408.15664)."""
+    likewise, but so that the mean of all biases stays (`centered`); by the rate times what it lacks,
+    over the even share (`proportional`, arXiv:2408.15664); or by the rate, at most 1, towards the
+    bias that would have made the step even (`quantile`, Kimi K3)."""
     capacity_factor: Annotated[float, Field(gt=0, le=MOST_EXPERTS)] | None = None
     """Tokens that an expert takes of a sequence, over its even share; it drops further tokens. A
     lower factor bounds the time and memory of the busiest expert. Null drops no token."""
@@ -236,6 +237,14 @@ def check_router(router: RouterSpec, experts: int, topk: int) -> None:
         raise UserError("model.router.balance_scope", router.balance_scope, "needs balance_loss above 0", ["sequence"])
     if router.bias_update != "sign" and not router.bias_rate:
         raise UserError("model.router.bias_update", router.bias_update, "needs bias_rate above 0", ["sign"])
+    if router.bias_update == "quantile":
+        others = [rule for rule in get_args(BiasUpdate) if rule != "quantile"]
+        if router.bias_rate > 1:
+            raise UserError("model.router.bias_rate", router.bias_rate, "must be at most 1 with bias_update=quantile", ["0…1"])
+        if router.groups > 1:
+            raise UserError("model.router.bias_update", "quantile", f"needs groups=1, not {router.groups}", others)
+        if topk == experts:
+            raise UserError("model.router.bias_update", "quantile", f"needs more than topk={topk} experts", others)
     if router.normalize and router.score == "softmax" and router.softmax == "after_topk":
         raise UserError("model.router.normalize", True, "a softmax after top-k sums to one already", [False])
     if router.drop_scope == "sequence" and router.capacity_factor is None:

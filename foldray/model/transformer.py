@@ -170,11 +170,25 @@ class Transformer(nn.Module):
         return losses._replace(further_tokens_D=torch.stack(further)) if further else losses
 
     def update_biases(self, count_ME: torch.Tensor) -> None:
-        """Give the routers the assignments of an optimizer step on all ranks, which move their biases (`Router.update`)."""
+        """Give the routers the assignments of an optimizer step on all ranks, which move their biases (`Router.update`).
+
+        All ranks must call this.
+        """
         device = next(self.parameters()).device
         count_ME = count_ME if count_ME.device == device else move(count_ME, device)  # the host need not wait
-        for layer, router in self.routers():
+        routers = dict(self.routers())
+        if routers and self.spec.router.bias_update == "quantile":
+            own_MEQ = torch.stack([router.margin_EQ for router in routers.values()])
+            sums = next(iter(routers.values())).sequences.sum_of_batch(own_MEQ)
+            for router, margin_EQ in zip(routers.values(), sums, strict=True):
+                router.margin_EQ.copy_(margin_EQ)
+        for layer, router in routers.items():
             router.update(count_ME[self.spec.moe_layers.index(layer)])
+
+    def forget_margins(self) -> None:
+        """Leave out the tokens since the last update of biases, because no update follows."""
+        for _, router in self.routers():
+            router.margin_EQ.zero_()
 
     def biases(self) -> dict[str, torch.Tensor]:
         """Return the routers' selection biases [E] by global name."""

@@ -24,6 +24,7 @@ from foldray.kernels.autograd import at_least_float32, wide_product
 from foldray.kernels.capacity import capacity, keep_within
 from foldray.moe.balance import Balance, Sequences, Tally, bias_change, frequencies
 from foldray.moe.pattern import Pattern
+from foldray.moe.quantile import BINS, add_margins, balanced_bias
 
 # Chooses experts from logits: (logits_TE, bias_E) -> (expert_TK, weight_TK).
 Gate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -79,7 +80,8 @@ class Router(nn.Module):
 
     `bias` [E] is the selection bias of auxiliary-loss-free balancing (DeepSeek-V3, section 2.1.2). It changes which experts
     are chosen, but not their weights. `frequency` [E] is each expert's share of the assignments of the last optimizer step,
-    before dropping; 1/E before the first step. `update` changes both once per optimizer step.
+    before dropping; 1/E before the first step. `update` changes both once per optimizer step. `margin_EQ` counts margins of this
+    rank's tokens since then, int32, for `bias_update: quantile` (`quantile.py`); other rules have no bins.
 
     Attributes:
         pattern: chooses the experts instead of the gate, for measurements; None for the gate.
@@ -98,6 +100,9 @@ class Router(nn.Module):
         wide = at_least_float32(self.weight)
         self.register_buffer("bias", torch.zeros(model.experts, dtype=wide))
         self.register_buffer("frequency", torch.full_like(self.bias, 1 / model.experts))
+        self.margin_EQ: torch.Tensor
+        bins = BINS if model.router.bias_update == "quantile" else 0
+        self.register_buffer("margin_EQ", torch.zeros(model.experts, bins, dtype=torch.int32), persistent=False)
 
     def forward(self, x_TH: torch.Tensor, piece: TokenPiece) -> Routing:
         """Route one piece of a micro-batch. Pieces must come in the order of their tokens.
@@ -111,6 +116,9 @@ class Router(nn.Module):
         piece_length = x_TH.shape[0] // max(sequences, 1)
         length = piece_length if length is None else length
         decides = self.pattern is None and piece.expert_TK is None
+        if self.margin_EQ.numel() and torch.is_grad_enabled():
+            with torch.no_grad():
+                add_margins(self.margin_EQ, values(logits_TE, self.spec), self.bias, self.model.topk)
         rule, replaced = self.gate.rule if decides and isinstance(self.gate, TopKGate) else None, None
         if rule is not None and routing.gates(logits_TE):
             expert_TK, weight_TK, count_BE, score_BE, z = routing.gate(logits_TE, self.bias, sequences, rule)
@@ -177,16 +185,24 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update(self, count_E: torch.Tensor) -> None:
-        """Take the assignments of an optimizer step on all ranks, before dropping. A step without any leaves no frequencies."""
+        """Take the assignments of an optimizer step on all ranks, before dropping. A step without any leaves no frequencies.
+
+        With `bias_update: quantile`, `margin_EQ` must have the margins of all ranks. It begins anew.
+        """
         count_E = count_E.to(self.bias)
         if self.spec.balance_scope == "global_batch":
             self.frequency.copy_(count_E / count_E.sum().clamp_min(1))
         if self.spec.bias_rate:
             self.update_bias(count_E)
+        self.margin_EQ.zero_()
 
     def update_bias(self, count_E: torch.Tensor) -> None:
         """Move the bias towards an even use of the experts, by its rate and rule."""
-        self.bias += self.spec.bias_rate * bias_change(count_E, self.spec.bias_update)
+        if self.spec.bias_update == "quantile":
+            change_E = balanced_bias(self.margin_EQ, self.bias, self.model.topk) - self.bias
+        else:
+            change_E = bias_change(count_E, self.spec.bias_update)
+        self.bias += self.spec.bias_rate * change_E
 
 
 class TopKGate:

@@ -7,6 +7,7 @@ are a dict by global name. L tokens of a sequence, H hidden, E experts, K expert
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -36,11 +37,32 @@ def wide_iteration() -> AbstractContextManager:
 
 
 class Router(NamedTuple):
-    """Mean scores of a sequence in a MoE block, its z-loss, and how many of its tokens chose each expert."""
+    """Mean scores of a sequence in a MoE block, its z-loss, how many of its tokens chose each expert, and how far each score was
+    from the next one after those that were chosen."""
 
     probability_E: Tensor
     z: Tensor
     count_E: Tensor
+    margin_LE: Tensor
+
+
+def balanced(margins: list[list[float]], bias_E: list[float], topk: int, bins: int = 1000) -> list[float]:
+    """Return the bias of each expert that as many of its margins as an even use asks for do not exceed, by bins, less the mean.
+
+    Args:
+        margins: how far each expert's score was from being chosen, for every token.
+    """
+    low = min(bias_E) - 1
+    width, experts, found = (max(bias_E) + 1 - low) / bins, len(bias_E), []
+    for expert in range(experts):
+        counted = Counter(int((margin_E[expert] - low) / width) for margin_E in margins)
+        left = len(margins) * topk / experts
+        for place in sorted(counted):
+            if left <= counted[place]:
+                found.append(low + (place + left / counted[place]) * width)
+                break
+            left -= counted[place]
+    return [each - sum(found) / experts for each in found]
 
 
 class Plain:
@@ -105,6 +127,13 @@ class Plain:
                 optimizer.step()
         for layer, rows in routers.items():
             self.counts[layer] = count_E = torch.stack([router.count_E for router in rows]).sum(0)
+            if model.router.bias_update == "quantile":
+                margin_TE = torch.cat([router.margin_LE for router in rows])
+                wanted_E = torch.tensor(
+                    balanced(margin_TE.tolist(), self.biases[layer].tolist(), model.topk), dtype=torch.float64
+                )
+                self.biases[layer] += model.router.bias_rate * (wanted_E - self.biases[layer])
+                continue
             lacks_E = count_E.mean() - count_E
             moves_E = lacks_E / count_E.mean() if model.router.bias_update == "proportional" else torch.sign(lacks_E)
             moves_E = moves_E - moves_E.mean() if model.router.bias_update == "centered" else moves_E
@@ -385,7 +414,8 @@ class Plain:
             rows.append(sum([*parts, *shared], start=torch.zeros_like(h_LH[token])))
         probability_LE = score_LE / score_LE.sum(-1, keepdim=True)
         z = logits_LE.logsumexp(-1).square().mean()
-        return torch.stack(rows), Router(probability_LE.mean(0), z, count_E)
+        next_L1 = biased_LE.sort(descending=True).values[:, min(topk, experts - 1)].unsqueeze(1)
+        return torch.stack(rows), Router(probability_LE.mean(0), z, count_E, next_L1 - score_LE.detach())
 
     def _in_best_groups(self, score_LE: Tensor) -> Tensor:
         spec, found = self.model.router, score_LE.clone()

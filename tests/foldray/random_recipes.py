@@ -169,6 +169,8 @@ def _model(chance: random.Random, layers: int) -> dict[str, Any]:
     if (experts > 2 and softmax == "before_topk") or score == "sigmoid":
         router["groups"] = chance.choice([1, 1, 2])
         router["topk_groups"] = chance.randint(1, router["groups"])
+    if router["bias_rate"] and experts > 2 and router.get("groups", 1) == 1 and own.random() < 0.25:
+        router["bias_update"] = "quantile"
     stretched = {"factor": 4.0, "original_positions": 8, "beta_fast": 2.0, "beta_slow": 0.5}
     scaled = stretched | {"mscale": 1.0, "mscale_all_dim": 1.0}
     more: dict[str, Any] = {"rope_scaling": chance.choice([None, None, stretched, scaled])}

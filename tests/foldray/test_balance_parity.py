@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foldray.choosing import orders
+from foldray.model import Transformer
 from foldray.moe import Router, router
 from foldray.moe.balance import Balance, Sequences, Tally
 from foldray.recipe import Recipe
@@ -23,6 +24,8 @@ from tests.patches import patched
 STEPS, LR, SCOPES = 3, 0.3, ("batch", "global_batch")
 ALL = ["attention", "expert", "ffn", "shared"]
 DROPS = {"capacity_factor": 0.75, "drop": "position", "drop_scope": "sequence"}
+QUANTILE = {"score": "sigmoid", "bias_rate": 0.5, "bias_update": "quantile"}
+BIASED_SOFTMAX = {"score": "softmax", "softmax": "before_topk", "selection_bias": True}
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "one process": (1, {}, {}),
     "one process, slices": (1, {}, {"schedule": {"kind": "one_a_one_m", "degree": 4}, "training": {"micro_batch": 2}}),
@@ -44,6 +47,17 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "ZeRO, biased sigmoids": (
         2, {"ep": 2},
         {"engine": {"zero": 2}, "model": {"router": {"score": "sigmoid", "bias_rate": 0.05, "bias_update": "centered"}}},
+    ),
+    "quantiles, slices": (
+        2, {"ep": 2}, {"schedule": {"kind": "stream", "degree": 4, "lag": 1}, "model": {"router": QUANTILE | {"bias_rate": 1.0}}},
+    ),
+    "quantiles, TP2, CP2": (4, {"tp": 2, "cp": 2, "ep": 4}, {"model": {"router": QUANTILE}}),
+    "quantiles, PP2, ZeRO": (
+        4, {"pp": 2}, {"engine": {"zero": 1}, "training": {"micro_batch": 1}, "model": {"router": QUANTILE}},
+    ),
+    "quantiles, ranks of experts": (
+        3, {},
+        {"placement": {"attention": 2, "experts": 1}, "model": {"router": QUANTILE | BIASED_SOFTMAX}},
     ),
     "ranks of experts, DP2": (3, {}, {"placement": {"attention": 2, "experts": 1}}),
     "ranks of experts, EP2": (3, {"ep": 2}, {"placement": {"attention": 1, "experts": 2}, "schedule": {"degree": 2}}),
@@ -144,6 +158,22 @@ def _bias_alone(_: Any) -> Any:
     return wrong
 
 
+def _of_nobody_else(update: Any) -> Any:
+    """As if each rank moved its biases by the margins of its own tokens."""
+    return lambda self, count_ME: [router.update(count_ME[self.spec.moe_layers.index(layer)]) for layer, router in self.routers()]
+
+
+def _and_earlier_ones(update: Any) -> Any:
+    """As if margins of earlier steps stayed."""
+
+    def wrong(self: Router, count_E: torch.Tensor) -> None:
+        kept_EQ = self.margin_EQ.clone()
+        update(self, count_E)
+        self.margin_EQ.copy_(kept_EQ)
+
+    return wrong
+
+
 FAULTS: dict[str, tuple[str, str, Any, str, Callable[[Any], Any]]] = {
     "counts of one rank": ("DP2", "batch", Sequences, "sum_of_batch", _own),
     "counts of one TP rank": ("TP2", "batch", Sequences, "sum_of_batch", _own),
@@ -152,6 +182,8 @@ FAULTS: dict[str, tuple[str, str, Any, str, Callable[[Any], Any]]] = {
     "gradients through counts": ("EP2", "batch", Balance, "slopes", _with_gradients_of_counts),
     "a scope that slices ignore": ("slices, recomputed", "global_batch", router, "frequencies", _by_sequence),
     "counts of the last slice": ("slices, recomputed", "batch", Tally, "__add__", _of_the_last_piece),
+    "margins of one rank": ("quantiles, TP2, CP2", "batch", Transformer, "update_biases", _of_nobody_else),
+    "margins of earlier steps": ("quantiles, slices", "batch", Router, "update", _and_earlier_ones),
     "frequencies that stay even": ("EP2", "global_batch", Router, "update", _bias_alone),
 }
 

@@ -217,6 +217,12 @@ BAD = [  # overrides, the field of the mistake or also its value, a part of the 
     ("model.router={balance_loss: 0, balance_scope: batch}", "model.router.balance_scope=batch", "needs balance_loss above 0"),
     ("model.router.balance_scope=step", "model.router.balance_scope=step", "legal: sequence, batch, global_batch"),
     ("model.router.bias_update=proportional", "model.router.bias_update", "needs bias_rate above 0; legal: sign"),
+    ("model.router={score: sigmoid, bias_update: quantile, bias_rate: 2}", "model.router.bias_rate=2.0", "must be at most 1"),
+    (
+        "model.router={score: sigmoid, bias_update: quantile, bias_rate: 1, groups: 2}",
+        "model.router.bias_update=quantile",
+        "needs groups=1, not 2; legal: sign, centered, proportional",
+    ),
     ("model.router.normalize=true", "model.router.normalize", "sums to one already"),
     ("model.router.pad=true", "model.router.pad", "needs a capacity_factor"),
     ("model.router.capacity_factor=0", "model.router.capacity_factor", "greater than 0"),

@@ -183,7 +183,9 @@ class Worker:
         self.saver.settle()
         norms = self.guard.update(step + 1, rate)
         totals = self._totals(losses, joules, stops)
-        if not self.guard.in_a_row:
+        if self.guard.in_a_row:
+            self.engine.model.forget_margins()
+        else:
             self.engine.model.update_biases(totals.count_ME)
         self.placing.after(step + 1, totals.count_ME)
         self.routes.record(step + 1, losses)
