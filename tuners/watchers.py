@@ -157,10 +157,13 @@ class MlflowRuns(Watcher):
         metrics |= {f"importance_{name}": share for name, share in report.knob_importance(study).items()}
         for name, value in metrics.items():
             self._try(self._client.log_metric, self.study_run_id, name, value)
-        tags = {"best": str(outcome.best), "outcome": report.gain_line(outcome)}
-        tags |= {"best_trial": str(outcome.winner.number)} if outcome.winner else {}
+        from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+
+        line = report.gain_line(outcome)
+        tags = {"foldray.best": str(outcome.best), "foldray.outcome": line, MLFLOW_RUN_NOTE: line}
+        tags |= {"foldray.best_trial": str(outcome.winner.number)} if outcome.winner else {}
         for name, text in tags.items():
-            self._try(self._client.set_tag, self.study_run_id, f"foldray.{name}", text)
+            self._try(self._client.set_tag, self.study_run_id, name, text)
 
     def close(self, status: str, files: list[Path]) -> None:
         """Store files and end the study's run, if the run has been created."""

@@ -21,7 +21,7 @@ from tuners.outcome import Outcome
 from tuners.record import TrialRecord
 from tuners.space import Setting
 from tuners.study import AS_IT_STANDS, FoldTuner, could_be_best
-from tuners.watchers import DashboardNotes
+from tuners.watchers import DashboardNotes, MlflowRuns
 
 
 @pytest.mark.gate(4)
@@ -140,7 +140,7 @@ def test_the_run_off_has_all_that_could_be_the_best(tmp_path: Path) -> None:
 
 
 def assert_all_say_the_same(tuner: FoldTuner, outcome: Outcome, folder: Path) -> None:
-    """The report, the JSON document, the dashboard's notes and its importance name one winner and the same numbers."""
+    """The report, the JSON document, the dashboard's notes, its importance and MLflow name one winner and the same numbers."""
     line, winner = report.gain_line(outcome), outcome.winner
     assert winner is not None
     assert f"It was trial {winner.number}." in line
@@ -154,6 +154,14 @@ def assert_all_say_the_same(tuner: FoldTuner, outcome: Outcome, folder: Path) ->
     notes = " ".join(str(text) for text in attributes.values())
     assert line in notes
     assert "In the run-off: 1.43 times as fast" in notes
+    runs = MlflowRuns(tuner.recipe, folder / "runs", folder)
+    runs.on_study_start(tuner.study, [], tuner.table, None)
+    runs.on_study_end(tuner.study, outcome)
+    logged = runs.server.client.get_run(runs.study_run_id).data
+    assert logged.tags["mlflow.note.content"] == line  # what MLflow's page of the run shows as its description
+    assert logged.tags["foldray.best_trial"] == str(winner.number)
+    assert outcome.gain is not None
+    assert logged.metrics["gain"] == pytest.approx(outcome.gain.times)
     from optuna_dashboard._importance import get_param_importance_from_trials_cache
     from optuna_dashboard._inmemory_cache import InMemoryCache
 
