@@ -31,7 +31,7 @@ from foldray.clock import LaneSeconds
 from foldray.costs.candidate import Candidate
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, load_hardware
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.costs.whole import whole_seconds
 from foldray.graph import Op
 from foldray.recipe import Recipe

@@ -41,7 +41,7 @@ from foldray.comm import Groups
 from foldray.costs.apart import ApartWork, Sides
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.costs.whole import pass_seconds, simulate_step
 from foldray.fold import Fold
 from foldray.graph import Op, StepGraph

@@ -10,7 +10,7 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, load_hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import ledger
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.errors import UserError
 from foldray.graph.chunks import REDUCTIONS, Reduction
 from foldray.orders import AUTO, OVERLAPS, SEQUENTIAL, Ordering
@@ -36,7 +36,7 @@ def orders(recipe: Recipe, memory: float | None = None) -> dict[str, Ordering]:
         memory: bytes of a worker's device, if orders must fit there.
     """
     own = recipe.ordering
-    plain = Ordering(recompute=own.recompute, reduction=own.reduction)
+    plain = Ordering(recompute=own.recompute, offload=own.offload, reduction=own.reduction)
     found = {SEQUENTIAL.name: own if recipe.schedule.kind == AUTO.name else plain}
     if has_choice(recipe):
         for name in _names():

@@ -13,12 +13,13 @@ from typing import Literal, NamedTuple
 Half = Literal["attention", "experts", "both"]
 Cut = Literal["slices", "micro_batches", "output", "sequence", "chunk", "weights"]
 """The data that an op works on: a slice of attention, a MoE micro-batch, a piece of a block's output (a slice if that block is
-dense, else a MoE micro-batch), a sequence, a chunk of gradients, or weights. A handover backward has a slice."""
+dense, else a MoE micro-batch), a sequence, a chunk of gradients, or weights. A handover backward has a slice. What is kept for a
+backward is that of a sequence."""
 
 EMBED, PROJECT, GATHER, ATTENTION, FFN, HEAD = "embed", "project", "gather", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
 SHARED = "shared"
-HANDOVER, REDUCE, COPY, STAGE = "handover", "reduce", "copy", "stage"
+HANDOVER, REDUCE, COPY, OFFLOAD, STAGE = "handover", "reduce", "copy", "offload", "stage"
 
 
 class OpKind(NamedTuple):
@@ -75,6 +76,7 @@ _ROWS = (
     OpKind(
         COPY, "weights", "c", "copies", "#7c3aed", "weights of experts to their copies, gradients back home", "experts", "copies"
     ),
+    OpKind(OFFLOAD, "sequence", "o", "to host, back", "#4d7c0f", "what a backward needs to the host, and back", travels="host"),
     OpKind(STAGE, "sequence", "S", "stage", "#6b7280", "all blocks of a virtual stage"),
 )
 

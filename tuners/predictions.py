@@ -11,7 +11,7 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import ledger
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.orders import AUTO
 from foldray.plan.listed import step_seconds
 from foldray.plan.placing import apart_seconds

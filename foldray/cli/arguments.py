@@ -167,6 +167,8 @@ def _add_planning(commands: Any) -> None:
     command.add_argument("--sharding", choices=("zero1", "zero3"), default="zero1", help=meaning)
     meaning = "plan with the optimizer on the host, as engine.offload: optimizer (default: what the recipe says, else not)"
     command.add_argument("--offload", action="store_true", help=meaning)
+    meaning = "plan with what these operations keep on the host, as schedule.offload, such as attention,expert"
+    command.add_argument("--offload-activations", metavar="KINDS", help=f"{meaning} (default: what the recipe says, else none)")
     meaning = "plan with experts that change places by load, as moe.place_every (default: what the recipe says, else not)"
     command.add_argument("--place-experts", action="store_true", help=meaning)
     meaning = "room for N copies of hot experts on each rank, as moe.copies (default: what the recipe says, else 0); see --skew"

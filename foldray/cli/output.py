@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foldray.errors import UserError
+from foldray.kinds import RECOMPUTABLE
 from foldray.recipe import Recipe
 
 MOST_RANKS = 2**17  # limit of `explain` and `plan`: tables of more ranks take minutes and gigabytes
@@ -20,10 +21,19 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
     changes = {
         "cluster.address": getattr(given, "joined", None), "model.router.skew": getattr(given, "skew", None),
         "model.router.shares": shares_of(given), "engine.offload": "optimizer" if getattr(given, "offload", False) else None,
-        "moe.copies": getattr(given, "copies", None),
+        "moe.copies": getattr(given, "copies", None), "schedule.offload": list(offloaded(given)) or None,
     }  # fmt: skip
     changed = [f"{key}={value}" for key, value in changes.items() if value is not None]
     return Recipe.load(given.recipe, [*given.overrides, *changed])
+
+
+def offloaded(given: argparse.Namespace) -> tuple[str, ...]:
+    """Return the kinds of operations that a command has keep on the host what they need (`--offload-activations`)."""
+    kinds = tuple(filter(None, (getattr(given, "offload_activations", None) or "").split(",")))
+    for kind in kinds:
+        if kind not in RECOMPUTABLE or kinds.count(kind) > 1:
+            raise UserError("offload_activations", kind, "must be operations, each of them once, with commas", RECOMPUTABLE)
+    return kinds
 
 
 def shares_of(given: argparse.Namespace) -> list[float] | None:

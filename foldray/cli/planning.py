@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foldray.cli.arguments import AXES
-from foldray.cli.output import MOST_RANKS, check_range, recipe_of, say_either, shares_of
+from foldray.cli.output import MOST_RANKS, check_range, offloaded, recipe_of, say_either, shares_of
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
 
@@ -93,7 +93,7 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     from foldray.costs.candidate import DTYPES, Job
     from foldray.costs.copying import CopyRoom
     from foldray.costs.hardware import load_hardware
-    from foldray.plan.space import KINDS, Space
+    from foldray.plan.space import KINDS, RECOMPUTE, Space
     from foldray.refold import of_optimizer
 
     recipe = recipe_of(given) if given.recipe else None
@@ -136,9 +136,14 @@ def _space(given: argparse.Namespace, machines: Any) -> Any:
     experts = load_hardware(given.expert_cluster, "expert_cluster") if given.expert_cluster else None
     if experts:
         experts.peak(job.dtype)
+    moved = recipe.schedule.offload if recipe else offloaded(given)
+    if moved and given.disaggregate:
+        rule = "is for workers that have both attention and experts, and --disaggregate parts them"
+        raise UserError("offload_activations", ",".join(moved), rule)
+    again = dict.fromkeys(tuple(kind for kind in kinds if kind not in moved) for kinds in RECOMPUTE)
     return Space(
         job, machines, given.gpus, pins, zero, kinds=tuple(kinds), imbalance=given.imbalance, experts=experts,
-        expert_gpus=given.expert_gpus,
+        expert_gpus=given.expert_gpus, recompute=tuple(again), offload=moved,
     )  # fmt: skip
 
 

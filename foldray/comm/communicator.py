@@ -72,12 +72,13 @@ class Pending:
         kept: Sequence[Tensor] = (),
         name: str = "",
         activity: Activity | None = None,
+        began: float | None = None,
     ):
         self._works: list[Any] = list(works)  # work, or a future
         self._tensors, self._kept = tuple(tensors), tuple(kept)
         self._name, self._activity = name, activity
         self._after: Callable[[tuple[Tensor, ...]], Sequence[Tensor]] | None = None
-        self._began = perf_counter()
+        self._began = perf_counter() if began is None else began
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -140,8 +140,6 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
         return memory
     if spec.latent:
         return memory + _latent(rank, spec, n, sliced)
-    # Sines and cosines of rope. All blocks and micro-batches share them, so this counts a little too much.
-    rotations = FLOAT32 * tokens / rank.sequences * spec.rope.dim if spec.rope else 0.0
     # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
     # values. A norm keeps this tensor, and makes other queries and keys.
     normed, adapters = spec.norm != "none", model.adapter
@@ -154,7 +152,8 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
         made += adapters.rank * len(adapters.attention)
         # Frozen products keep no input, and norms keep theirs.
         made -= model.hidden * (not set(adapters.attention) - {"out"})
-    return memory + tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32) + rotations
+    kept = tokens * ((model.hidden + made + outputs) * b + spec.heads / fold.tp * FLOAT32)
+    return memory + kept + _rotations(rank, spec)
 
 
 def _linear(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced: int) -> float:
@@ -183,8 +182,7 @@ def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: int) -> floa
     whole = tokens * hidden if fold.tp > 1 and not latent.query_rank else 0.0
     made = local.queries + (0 if sliced else local.keys + local.values) + local.outputs
     numbers = n * hidden + narrow + whole + tokens * made
-    rotations = spec.rope.dim / rank.sequences if spec.rope else 0.0
-    return numbers * b + tokens * (local.heads + rotations) * FLOAT32
+    return numbers * b + tokens * local.heads * FLOAT32 + _rotations(rank, spec)
 
 
 def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
@@ -193,3 +191,46 @@ def _feed_forward(rank: RankCosts, n: float, spec: FeedForwardSpec) -> float:
     With adapters, its products are frozen, and keep no input.
     """
     return n * (rank.fold.tp * rank.model.hidden * (rank.model.adapter is None) + spec.width) * rank.device.bytes
+
+
+@shared_by_ops
+def moved_bytes(rank: RankCosts, block: BlockSpec, kind: str, sliced: int = 0, imbalance: float = 1.0) -> float:
+    """Return the bytes that the ops of a kind keep at a block, and that go to the host if the kind is offloaded.
+
+    Weights and the tables of positions stay, and so do the keys and values that slices share.
+    """
+    freed = freed_bytes(rank, block, (kind,), sliced, imbalance)
+    # Without TP, the input of the shared expert is on the device still, because the router keeps it, too.
+    shares = kind == SHARED and freed and rank.fold.tp == 1 and rank.model.adapter is None
+    return freed + shares * _residual(rank)
+
+
+@shared_by_ops
+def freed_bytes(rank: RankCosts, block: BlockSpec, kinds: tuple[str, ...], sliced: int = 0, imbalance: float = 1.0) -> float:
+    """Return those bytes of `block_activations` that are not on the device while what these kinds of ops keep is on the host.
+
+    What runs again keeps its input. Here the inputs of attention and of dense networks leave, too, and the rows of experts.
+    """
+    if not kinds:
+        return 0.0
+    whole = block_activations(rank, block, (), sliced, imbalance)
+    freed = whole - block_activations(rank, block, kinds, sliced, imbalance)
+    if ATTENTION in kinds:
+        freed += _residual(rank) - _rotations(rank, block.attention)
+    if FFN in kinds and block.dense:
+        freed += _residual(rank)
+    if EXPERT in kinds and block.moe:
+        freed += expert_activations(rank, block, (EXPERT,), imbalance)
+    return freed
+
+
+def _residual(rank: RankCosts) -> float:
+    """Return the bytes of a rank's share of the residual stream at a block."""
+    return rank.job.seq_len / (rank.fold.cp * rank.fold.tp) * rank.sequences * rank.model.hidden * rank.device.bytes
+
+
+def _rotations(rank: RankCosts, spec: AttentionSpec) -> float:
+    """Return the bytes of the cosines and sines of a block's positions. All blocks and micro-batches share them, so
+    `block_activations` counts a little too much."""
+    tokens = rank.job.seq_len / rank.fold.cp
+    return 0.0 if spec.linear or not spec.rope else FLOAT32 * tokens * spec.rope.dim

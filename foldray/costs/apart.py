@@ -34,7 +34,8 @@ from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import FLOAT32, INT64, Device
 from foldray.costs.memo import Memo
 from foldray.costs.memory import GIB, Held, Memory, kept_by_list, parameters
-from foldray.costs.rank import OpWork, RankCosts
+from foldray.costs.ops import OpWork
+from foldray.costs.rank import RankCosts
 from foldray.costs.shares import Price, Work
 from foldray.costs.updates import WHOLE, elements, matrices, round_bytes, stage_updates
 from foldray.costs.working import head_logits

@@ -128,12 +128,14 @@ class Pieces(NamedTuple):
         recompute: kinds of ops whose forward runs again.
         hiding: the all-to-alls that can be hidden.
         batch_degree: number of parts of a micro-batch whose pieces overlap.
+        offload: kinds of ops that keep on the host what their backward needs.
     """
 
     slicing: Slicing
     recompute: tuple[str, ...] = ()
     hiding: Hiding = "nothing"
     batch_degree: int = 1
+    offload: tuple[str, ...] = ()
 
     @property
     def several(self) -> bool:
@@ -144,7 +146,7 @@ class Pieces(NamedTuple):
     def of(cls, ordering: Ordering, seq_len: int, ranks: int) -> Pieces:
         """Return the pieces of an ordering if `ranks` ranks share a sequence of `seq_len` tokens."""
         slicing = (ordering.slicing or Slicing((seq_len,), (seq_len,))).shared(ranks)
-        return cls(slicing, ordering.recompute, _hiding(ordering), ordering.batch_degree)
+        return cls(slicing, ordering.recompute, _hiding(ordering), ordering.batch_degree, ordering.offload)
 
 
 def _hiding(ordering: Ordering) -> Hiding:

@@ -107,6 +107,11 @@ class Device:
         """Return the seconds to cast an operand of products to fp8: an input in forward, a gradient in backward."""
         return self.passes(_NARROW[self.dtype] * elements) if self.fp8 else 0.0
 
+    def host_copy(self, moved: float) -> float:
+        """Return the seconds to copy bytes to the host, or from it; 0 if the hardware does not say how fast its link is."""
+        host = self.hardware.host  # nobody has measured the link, so its share is that of the memory
+        return 0.0 if host is None else moved / (host.gb_s * 1e9 * self.share["memory"])
+
     def launches(self, kernels: int) -> float:
         """Return the seconds that the host needs to start `kernels` kernels."""
         return kernels * self.share["launch"]

@@ -8,6 +8,7 @@ ops keep from forward to backward, times the largest number of micro-batches tha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.costs.activations import block_activations, operands, slices_of
+from foldray.costs.activations import block_activations, freed_bytes, moved_bytes, operands, slices_of
 from foldray.costs.bounds import ends_of
 from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Content, Pieces, PipelineLayout, Software
 from foldray.costs.device import FLOAT32
@@ -88,6 +89,17 @@ class Keeping(NamedTuple):
     ahead: float | None = None
     woven: bool = False
 
+    def on_the_way(self, stages: int) -> int:
+        """Return how many blocks at most have on the device what goes to the host: one that leaves, and two that were fetched,
+        one of which goes backward. While micro-batches go both ways, another one goes forward.
+
+        Args:
+            stages: number of stages of a position. A list may go through all of them at a time.
+        """
+        if self.ahead is None:
+            return 3 + self.woven
+        return stages * (2 + 2 * math.ceil(1 + self.ahead))
+
 
 _NO_MORE = Keeping()
 
@@ -118,13 +130,15 @@ def _position(
 ) -> Memory:
     content, sliced = layout.positions.content(place), slices_of(pieces.slicing)
     flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
-    size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) for block, _ in content.blocks}
+    away = {block: freed_bytes(rank, block, pieces.offload, sliced, imbalance) for block, _ in content.blocks}
+    size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) - away[block] for block in away}
     if keeping.ahead is not None:
         left = {block: operands(rank, block, imbalance) for block in size}
-        in_order = sum(count for _, count in flying)
-        kept = kept_by_list(content.blocks, size, left, in_order, pipeline.micro_batches, keeping.ahead, bool(pieces.recompute))
+        in_order, less = sum(count for _, count in flying), bool(pieces.recompute or pieces.offload)
+        kept = kept_by_list(content.blocks, size, left, in_order, pipeline.micro_batches, keeping.ahead, less)
     else:
         kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
+    kept += fullest(content.blocks, away, keeping.on_the_way(pipeline.virtual_stages), pipeline.micro_batches)
     several, workspace = pipeline.micro_batches * pieces.batch_degree > 1, rank.device.share["workspace"] * GIB
     weights, gradients, optimizer = content_parameters(rank, content)
     gradients += several * unreduced(rank, content)
@@ -176,7 +190,7 @@ def kept_by_list(
         left: bytes that it keeps instead until its gradients of weights are computed, if these are more.
         in_order: number of blocks, over all micro-batches, that the position keeps in the pipeline's own order.
         ahead: how much more it may keep, in micro-batches.
-        again: whether ops run again.
+        again: whether blocks keep less, because ops run again or are on the host.
     """
     count = sum(number for _, number in held)
     most = in_order + int(ahead * count)
@@ -196,17 +210,23 @@ def fullest(held: Iterable[tuple[BlockSpec, int]], size: Mapping[BlockSpec, floa
 
 
 def least_memory(
-    rank: RankCosts, layout: PipelineLayout, pipeline: PipelineGraph, recompute: tuple[str, ...], imbalance: float
+    rank: RankCosts,
+    layout: PipelineLayout,
+    pipeline: PipelineGraph,
+    recompute: tuple[str, ...],
+    imbalance: float,
+    offload: tuple[str, ...] = (),
 ) -> float:
     """Return a lower bound of the bytes at the fullest position, for every cut of the sequences.
 
-    The bound counts parameters, activations of whole sequences and the workspace.
+    The bound counts parameters, activations of whole sequences and the workspace, but nothing that goes to the host.
     """
     most = 0.0
     for place in layout.fullest:
         held = sum(content_parameters(rank, layout.positions.content(place)))
         for block, count in blocks_in_flight(layout, pipeline, place):
-            held += count * block_activations(rank, block, recompute, 0, imbalance)
+            kept = block_activations(rank, block, recompute, 0, imbalance) - freed_bytes(rank, block, offload, 0, imbalance)
+            held += count * kept
         most = max(most, held)
     return most + rank.device.share["workspace"] * GIB
 
@@ -291,3 +311,34 @@ def blocks_in_flight(
         for block, count in layout.contents[layout.form_of[stage]].blocks:
             counts[block] += flying * count
     return list(counts.items())
+
+
+class Moved(NamedTuple):
+    """What a rank's ops keep on the host for their backward, at the pipeline position that keeps most there.
+
+    Args:
+        held: bytes on the host, of all micro-batches in flight.
+        travels: bytes between host and device in a step, both ways together.
+    """
+
+    held: float
+    travels: float
+
+
+def moved(candidate: Candidate, rank: RankCosts) -> Moved | None:
+    """Return what a candidate's ops keep on the host; None if they keep nothing there."""
+    ordering, layout, pipeline = candidate.ordering, candidate.layout, candidate.pipeline
+    if not ordering.offload:
+        return None
+    sliced, parts = slices_of(candidate.pieces.slicing), ordering.batch_degree
+
+    def bytes_(block: BlockSpec) -> float:
+        return parts * sum(moved_bytes(rank, block, kind, sliced) for kind in ordering.offload)
+
+    found = list[Moved]()
+    for place in range(layout.pp):
+        flying, forms = blocks_in_flight(layout, pipeline, place), [layout.forms[number] for number in layout.forms_at[place]]
+        held = sum(count * bytes_(block) for block, count in flying)
+        passes = sum(bytes_(block) for form in forms for block in form.blocks[: len(form.blocks) - form.last])
+        found.append(Moved(held, 2 * candidate.micro_batches * passes))
+    return max(found)

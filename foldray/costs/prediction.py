@@ -17,13 +17,15 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
+from foldray.costs.activations import moved_bytes, slices_of
 from foldray.costs.bounds import cut_of, ends_of, hop_bounds, ops_of_pass, stage_works, step_bound
 from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Table, shared
+from foldray.costs.ops import OpWork
 from foldray.costs.passes import BOTH, Passes, StagePass, backward_ends, delay
-from foldray.costs.rank import OpWork, pieces_of
+from foldray.costs.rank import pieces_of
 from foldray.costs.shares import Shares, Stretch
 from foldray.costs.updates import WHOLE, Departure, least_behind, stage_updates
 from foldray.graph import Direction, Reduction, gathers
@@ -199,7 +201,28 @@ class Step:
         return delay(given, taken, lambda tokens: self.rank.handover_of(tokens).seconds)
 
     def _stretch(self, form: StageForm, direction: Direction) -> Stretch:
-        return self._passes.of(form, direction).stretch
+        return self._passes.of(form, direction).stretch + Stretch(self._moved(form, direction)[0], 0.0, 0.0)
+
+    def _moved(self, form: StageForm, direction: Direction) -> tuple[float, float]:
+        """Return the exposed seconds and all seconds of what a pass of a stage brings to the host, or back.
+
+        Beside each block travels what another one keeps. The last block of all keeps it on the device.
+        """
+        if not self.pieces.offload:
+            return 0.0, 0.0
+        rank, sliced = self.rank, slices_of(self.pieces.slicing)
+        beside = self._passes.of(form, direction).stretch.seconds / len(form.blocks)
+        moved = [
+            self.pieces.batch_degree * sum(moved_bytes(rank, block, kind, sliced) for kind in self.pieces.offload)
+            for block in form.blocks[: len(form.blocks) - form.last]
+        ]
+        seconds = list(map(rank.device.host_copy, moved))
+        return sum(max(0.0, each - beside) for each in seconds), sum(seconds)
+
+    def _exposed_rows(self, form: StageForm, direction: Direction) -> float:
+        """Return the seconds of a pass in which rows travel, and nothing computes."""
+        stretch = self._passes.of(form, direction).stretch
+        return stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, direction)
 
     def _end(self, place: int, reduction: Reduction) -> float:
         """Return the seconds until a position has updated its weights."""
@@ -249,7 +272,7 @@ class Step:
             return Departure(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
         stretch, batch_degree, blocks = self._stretch(form, "B"), self.pieces.batch_degree, max(1, len(form.blocks))
         travels = batch_degree * stage_works(rank, content, self.pieces)[True].travels
-        exposed = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, "B")
+        exposed = self._exposed_rows(form, "B")
         waits = min(1.0, max(0.0, exposed / travels)) if travels else 0.0  # share of all-to-alls in which nothing computes
         share, lane = (blocks - 1) / blocks, rank.network.exchange("ep_across", 0).lane
         beside = sum([update.reduce for update in updates if update.lane == lane]) / whole
@@ -270,8 +293,9 @@ class Step:
             for direction in BOTH:
                 form, rounds = self.layout.forms[number], count * self.candidate.micro_batches
                 work, stretch = self._work_shares(form, direction), self._stretch(form, direction)
-                exposed = stretch.seconds - stretch.crowding - stretch.waiting - self._passes.computed(form, direction)
-                shares += (work + self._exposed(work, exposed)) * rounds
+                exposed, (waited, moved) = self._exposed_rows(form, direction), self._moved(form, direction)
+                to_host = Shares.of([("exposed_host", waited), ("host", moved)])
+                shares += (work + self._exposed(work, exposed) + to_host) * rounds
                 passes += stretch.times(rounds)
         forms = [self.layout.forms[number] for number in self.layout.forms_at[place]]
         sent = sum((not form.last) + (not form.first) for form in forms) * self.candidate.micro_batches

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from foldray.clock import COMPUTE
 
 COMPUTING = ("gemm", "experts", "attention", "memory", "launch")
-GROUPS = ("tp", "cp", "ep", "ep_inside", "etp", "dp_cp", "edp", "pp")
+GROUPS = ("tp", "cp", "ep", "ep_inside", "etp", "dp_cp", "edp", "pp", "host")
+"""Group families whose ranks communicate; and a rank and its host."""
 STEP = (*COMPUTING, *(f"exposed_{group}" for group in GROUPS), "crowding", "bubble", "optimizer", "straggling")
 """Names for the seconds of a step: computation, communication that nothing hides, and the rest."""
 

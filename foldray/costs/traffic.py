@@ -16,7 +16,7 @@ from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, Link
 from foldray.costs.network import INTRA
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
 from foldray.nodes.traffic import ROWS, Edges, Flow, Way
 

@@ -9,8 +9,8 @@ from foldray.clock import Busy, OpCosts, Recording, busy
 from foldray.clock.simulator import Simulation, simulate
 from foldray.costs.apart import ApartWork
 from foldray.costs.candidate import Candidate
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step
-from foldray.costs.rank import OpWork
 from foldray.finding import find, first_list
 from foldray.graph import Op, Schedule, StepGraph
 from foldray.kinds import REDUCE

@@ -133,7 +133,8 @@ class _Limits(NamedTuple):
         own: the blocks that it keeps in the pipeline's own order.
         some, most: the most blocks that it may keep, and a number between that and `own`.
         left: the most blocks whose gradients of weights may be left for later. What these are computed from is about as much as
-            what a block keeps otherwise. If ops run again, a block keeps less, so there is a limit (`blocks_left`).
+            what a block keeps otherwise. If ops run again, or keep their state on the host, a block keeps less, so there is a
+            limit (`blocks_left`).
     """
 
     own: tuple[int, ...]
@@ -150,7 +151,7 @@ class _Limits(NamedTuple):
             for micro_batches in (ahead / 2, ahead)
         )
         left = tuple(problem.graph.micro_batches * count for count in blocks)
-        if problem.graph.recompute:
+        if problem.graph.recompute or problem.graph.offloaded:
             left = tuple(map(max, problem.left(plain), (blocks_left(count, ahead) for count in blocks)))
         return cls(kept, some, most, left)
 
@@ -160,7 +161,7 @@ class _Limits(NamedTuple):
 
 
 def blocks_left(blocks: int, ahead: float) -> int:
-    """Return how many blocks may have gradients of weights left at a position with this number of blocks, if ops run again.
+    """Return how many blocks may have gradients of weights left at a position with this number of blocks, if blocks keep less.
 
     Named lists have up to two.
     """

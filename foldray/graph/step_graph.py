@@ -27,6 +27,7 @@ from foldray.kinds import (
     HANDOVER,
     HEAD,
     MERGE,
+    OFFLOAD,
     OP_KINDS,
     PROJECT,
     REDUCE,
@@ -50,6 +51,8 @@ class StepGraph(StepOps):
             return tuple(piece for maker in self.makers(op) for piece in self.adding(*maker))
         if op.kind == COPY:
             return () if op.direction == "F" else self.adding(EXPERT, op.layer)
+        if op.kind == OFFLOAD:
+            return self.moved_by(op) if op.direction == "F" else (op._replace(direction="F"), *self._fetched_before(op))
         if op.direction == "W":
             return (*self.left_by(op), *self._added_before(op))
         # All others need the same in every micro-batch: ops of their own, and weights that have come to copies once in a step.
@@ -63,7 +66,7 @@ class StepGraph(StepOps):
         if op.direction == "R":
             return self._before_again(op)
         if op.direction == "F":
-            return self._inputs(op)
+            return (*self._inputs(op), *self.left_before(op))
         gradients = self._gradients(op)
         return gradients if OP_KINDS[op.kind].travels else (*gradients, self._state(op))
 
@@ -96,6 +99,8 @@ class StepGraph(StepOps):
         name = OP_KINDS[op.kind].travels
         if name is None:
             return None
+        if op.kind == OFFLOAD:
+            name = f"{name}_out" if op.direction == "F" else f"{name}_back"
         ends = self.where(op)
         if len(ends) == 1:
             return name, *ends, *ends
@@ -127,6 +132,27 @@ class StepGraph(StepOps):
         later = (backward._replace(layer=layer, part=0) for layer in layers)
         free = next((candidate for candidate in later if self.where(candidate) == where), None)
         return (*done, free) if free else (*done, *self._gradients(backward))
+
+    def _fetched_before(self, op: Op) -> tuple[Op, ...]:
+        """Return what comes before a block is fetched (`offload` B): the fetch before it, and the ends of two blocks.
+
+        So of what a stage has fetched, there are two blocks at a time: the one that goes backward, and the next one. The backward
+        of a stage's first block is followed by that of its last block for the micro-batch after it.
+        """
+        layers, kind = self.layers[self.stage_of[op.layer]], self.offloaded[op.part]
+
+        def before(count: int) -> tuple[int, int]:
+            """Return the block and the micro-batch that the stage takes backward so much earlier."""
+            passes, place = divmod(layers[-1] - op.layer - count, len(layers))
+            return layers[-1] - place, op.micro_batch + passes * self.together
+
+        earlier = [(layer, m) for layer, m in map(before, range(1, 2 * len(layers) + 1)) if m >= 0]
+        fetched = [(layer, m) for layer, m in earlier if layer < len(self.blocks) - 1 and self.has(kind, layer)]
+        ends = dict.fromkeys((*earlier[1:2], *fetched[1:2]))
+        return (
+            *(op._replace(layer=layer, micro_batch=m) for layer, m in fetched[:1]),
+            *(Op(self.entry, "B", layer, 0, m) for layer, m in ends),
+        )
 
     def _next_part(self, op: Op) -> tuple[Op, ...]:
         """Return the same op for the next part of the micro-batch; nothing for the last part."""
@@ -228,7 +254,7 @@ class StepGraph(StepOps):
             users = self._users_in[stage] = defaultdict[Op, list[Op]](list)
             following = self._stage(stage + 1, 0) if self.merges_onwards(self.layers[stage][-1]) else ()
             for user in (*self._stage(stage, 0), *following):
-                for need in self._inputs(user):
+                for need in self._inputs(user) if user.kind != OFFLOAD else ():
                     if user.kind not in (need.kind, COUNTS):
                         users[need].append(user)
         return self._users_in[stage][op]
@@ -251,5 +277,7 @@ class StepGraph(StepOps):
                 yield candidate
 
     def _state(self, op: Op) -> Op:
-        """Return the op whose saved state a backward op uses."""
+        """Return the op whose saved state a backward op uses. What was on the host is there once it has been fetched."""
+        if (moved := self.offload_of(op)) is not None:
+            return moved._replace(direction="B")
         return op._replace(direction="R" if op.kind in self.again else "F")

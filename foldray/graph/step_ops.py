@@ -36,6 +36,7 @@ from foldray.kinds import (
     HANDOVER,
     HEAD,
     MERGE,
+    OFFLOAD,
     OP_KINDS,
     PROJECT,
     REDUCE,
@@ -97,6 +98,9 @@ class StepOps:
         tied: whether the head's weight is the embedding's, so that both add to the same gradients.
         copied: blocks of which experts have copies. Once in a step, their weights travel to the copies (`copy` F), and the
             gradients of all micro-batches come home (`copy` B).
+        offloaded: kinds of ops that keep their state on the host between forward and backward. It leaves once it is whole
+            (`offload` F), and is fetched before the backward (`offload` B). `part` of such an op is the number of the kind here.
+            The last block keeps its state on the device, because its backward begins at once.
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -114,6 +118,7 @@ class StepOps:
     tied: bool = False
     whole: bool = False
     copied: tuple[int, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     @cached_property
     def positions(self) -> int:
@@ -166,9 +171,8 @@ class StepOps:
 
     def alone(self, stages: tuple[tuple[BlockSpec, ...], ...], later: tuple[str, ...] = ()) -> Self:
         """Return a step of one micro-batch with the same cuts, through other stages at a position each, without reductions."""
-        return replace(
-            self, stages=stages, pp=len(stages), micro_batches=self.batch_degree, chunks=(), places=(), later=later, copied=()
-        )
+        fewer = replace(self, chunks=(), places=(), later=later, copied=(), offloaded=())
+        return replace(fewer, stages=stages, pp=len(stages), micro_batches=self.batch_degree)
 
     @property
     def apart(self) -> bool:
@@ -263,6 +267,7 @@ class StepOps:
             left_out = (COMBINE, MERGE) if self.merges_onwards(layer) else ()
             for part in range(self.slicing.degree if self.blocks[layer].moe else 0):
                 yield from (Op(kind, "F", layer, part, m) for kind in _CHAIN if self.has(kind, layer) and kind not in left_out)
+            yield from self.offloads(layer, m)
             if layer in self.heads:
                 yield from self.pieces(HEAD, layer, m)
         if stage < len(self.stages) - 1:
@@ -273,8 +278,41 @@ class StepOps:
         count = 1 if direction == "W" and self._joins(kind) else len(self._cuts(kind, layer)) - 1
         return (Op(kind, direction, layer, part, m) for part in range(count))
 
+    def offloads(self, layer: int, m: int = 0) -> Iterator[Op]:
+        """Return the ops that bring to the host what a block keeps of micro-batch `m`, for its backward."""
+        goes = layer < len(self.blocks) - 1
+        kinds = enumerate(self.offloaded if goes else ())
+        return (Op(OFFLOAD, "F", layer, part, m) for part, kind in kinds if self.has(kind, layer))
+
+    def offload_of(self, op: Op) -> Op | None:
+        """Return the op that brings to the host what an op keeps for its backward; None if that stays on the device."""
+        kind = ATTENTION if op.kind == PROJECT else op.kind
+        if kind not in self.offloaded or op.layer == len(self.blocks) - 1:
+            return None
+        return Op(OFFLOAD, "F", op.layer, self.offloaded.index(kind), op.micro_batch)
+
+    def moved_by(self, op: Op) -> tuple[Op, ...]:
+        """Return the forward ops whose state an `offload` moves. Queries of a slice belong to attention."""
+        kind = self.offloaded[op.part]
+        kinds = dict.fromkeys((self.entry, kind) if kind == ATTENTION else (kind,))
+        return tuple(piece for each in kinds for piece in self.pieces(each, op.layer, op.micro_batch))
+
+    def left_before(self, op: Op) -> tuple[Op, ...]:
+        """Return the `offload` that must be over before a forward op computes, if what ops of its kind keep goes to the host.
+
+        A stage then has the states of two blocks of a micro-batch: of the block that computes, and of the one whose state leaves.
+        """
+        kind = ATTENTION if op.kind == PROJECT else op.kind
+        if kind not in self.offloaded:
+            return ()
+        layers = self.layers[self.stage_of[op.layer]]
+        before = [layer for layer in layers if layer <= op.layer - 2 and self.has(kind, layer)]
+        return (Op(OFFLOAD, "F", before[-1], self.offloaded.index(kind), op.micro_batch),) if before else ()
+
     def tokens(self, op: Op) -> range:
         """Return the tokens that an op works on, as positions in the rank's share of a sequence."""
+        if OP_KINDS[op.kind].cut == "sequence":
+            return range(self.slicing.length)
         cuts = self._handover_cuts(op.direction, op.layer) if op.kind == HANDOVER else self._cuts(op.kind, op.layer)
         if op.direction == "W" and self._joins(op.kind):
             return range(cuts[-1])

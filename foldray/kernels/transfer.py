@@ -57,3 +57,40 @@ def read_later(tensor: Tensor) -> Callable[[], list[int]]:
             return start_reading(tensor)()
 
     return read
+
+
+class Lane:
+    """Copies in one direction between a device and its host. On a GPU they have a stream of their own, and follow one another."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, None
+
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copying]:
+        """Start to copy (to, from) for each pair, once the current stream has done what it has been given so far.
+
+        Return what waits for the copies; nothing on a CPU, where they are over. The host does not wait: its memory is pinned.
+        """
+        if self._device.type != "cuda":
+            for to, source in pairs:
+                to.copy_(source)
+            return []
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+            return [Copying(self._stream.record_event())]
+
+
+class Copying:
+    """A copy of a lane that may be running. `comm.Pending` treats it as it treats an operation of torch.distributed."""
+
+    def __init__(self, over: torch.cuda.Event):
+        self._over = over
+
+    def wait(self) -> None:
+        """Have the current stream wait."""
+        torch.cuda.current_stream().wait_event(self._over)
+
+    def is_completed(self) -> bool:
+        return self._over.query()

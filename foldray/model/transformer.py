@@ -200,6 +200,12 @@ class Transformer(nn.Module):
             return {}
         return {f"blocks.{layer}.moe.router.frequency": router.frequency for layer, router in self.routers()}
 
+    def tables(self) -> Iterator[torch.Tensor]:
+        """Yield what the ops of all blocks share beside weights: the cosines and sines of positions."""
+        for place in (place for places in self._places.values() for place in places):
+            for turn in place.rotations.values():
+                yield from (turn.cos_SR, turn.sin_SR)
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters that training changes, with their names. With adapters, these are theirs alone."""
         return ((name, parameter) for name, parameter in self.named_parameters() if self._spec(name).trained)

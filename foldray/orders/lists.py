@@ -16,7 +16,7 @@ from foldray.clock.times import OpCosts
 from foldray.graph.chunks import Reduction
 from foldray.graph.op import Direction, Op, Schedule
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import EXCHANGES, HANDOVER, HEAD, STAGE
+from foldray.kinds import EXCHANGES, HANDOVER, HEAD, OFFLOAD, STAGE
 from foldray.orders.af_pipe import af_pipe
 from foldray.orders.generators import Run, group
 from foldray.orders.ordering import Ordering
@@ -104,11 +104,14 @@ def stage_order(graph: StepGraph, stage: int, direction: Direction, overlap: Ove
         order = [back for op in reversed(order) for back in graph.backward_of(op)]
     index, after, handed_over = {op: i for i, op in enumerate(order)}, defaultdict[int, list[Op]](list), 0
     for op in graph.travelling(stage, direction):
-        index[op] = max(index[need] for need in graph.needs(op))
+        if op.kind == OFFLOAD:  # what it needs may belong to passes before, and then it begins as this pass does
+            index[op] = max((index[need] for need in graph.needs(op) if need in index), default=-1)
+        else:
+            index[op] = max(index[need] for need in graph.needs(op))
         if op.kind == HANDOVER:
             index[op] = handed_over = max(handed_over, index[op])
         after[index[op]].append(op)
-    return tuple(placed for i, op in enumerate(order) for placed in (op, *after[i]))
+    return (*after[-1], *(placed for i, op in enumerate(order) for placed in (op, *after[i])))
 
 
 def weave(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tuple[Op, ...]:

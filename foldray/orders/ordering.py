@@ -46,6 +46,7 @@ class Ordering(NamedTuple):
         ahead: how much more a position may keep than in the pipeline's own order, in micro-batches, for a kind that is found.
         alive: most micro-batches that have started and not ended, if the experts have ranks of their own (`af_pipe`). None is as
             many as make the step fast.
+        offload: kinds of ops that keep on the host what their backward needs (`StepGraph.offloaded`).
         costs: the times of the ops. `chunks` uses them to let all-to-alls go first. With None, chunks leave as soon as they
             are ready.
     """
@@ -61,6 +62,7 @@ class Ordering(NamedTuple):
     alive: int | None = None
     costs: OpCosts | None = None
     found: FoundList | None = None
+    offload: tuple[str, ...] = ()
 
     @property
     def degree(self) -> int:
@@ -126,6 +128,7 @@ class Ordering(NamedTuple):
             leaves_weights(model) if self.weight_gradients != "together" and backward else (),
             model.tied_embeddings,
             self.weight_gradients == "whole",
+            offloaded=self.offload if backward else (),
         )
 
 

@@ -31,7 +31,7 @@ from foldray.clock.times import OpCosts
 from foldray.graph.chunks import Reduction
 from foldray.graph.op import Op
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import COPY, EXPERT, HANDOVER, HEAD, OP_KINDS, REDUCE
+from foldray.kinds import COPY, EXPERT, HANDOVER, HEAD, OFFLOAD, OP_KINDS, REDUCE
 
 
 class PositionList:
@@ -74,7 +74,7 @@ class PositionList:
                     self._put(op._replace(direction="B"))
                 continue
             self._put(op)
-            if OP_KINDS[op.kind].travels:
+            if OP_KINDS[op.kind].travels and op.kind != OFFLOAD:  # nobody waits at once for what is fetched
                 self._compute_weights()
         self._compute_weights(heads=False)
 
@@ -132,8 +132,8 @@ class PositionList:
 
     def _take_time(self, op: Op, costs: OpCosts) -> None:
         """Run an op on a clock with one computation and one link, after the reductions that begin before it ends."""
-        if op.kind == HANDOVER:
-            return  # it waits for other positions, and this clock has only one
+        if op.kind in (HANDOVER, OFFLOAD):
+            return  # one waits for other positions, and the other one has links of its own; this clock has one of each
         if op.kind == REDUCE:
             seconds = costs.startup + costs.per_byte * self.graph.chunk(op).bytes
         else:

@@ -11,8 +11,8 @@ from foldray.costs.copying import CopyRoom
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
 from foldray.costs.memory import GIB, ledger
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step
-from foldray.costs.rank import OpWork
 from foldray.plan.search import Planned
 
 ROOMS = (1, 2, 4, 8)

@@ -16,8 +16,8 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import GIB, ledger
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step, straggling
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import LongStep, long_step
 from foldray.finding import Problem, lower_bound
 from foldray.graph import SliceCost
@@ -101,8 +101,10 @@ def _leaner_and_leaner(candidate: Candidate, kind: str, degree: int, weights: We
     job, fold, old = candidate.job, candidate.fold, candidate.ordering
     cost = SliceCost.of(job.model)
     cut = Sequences(job.seq_len, cost, smallest_slice(fold.cp, fold.tp)).cut_for(kind, degree)
-    ordering = Ordering(Overlap(kind), Overlap(kind), cut, reduction=old.reduction, weight_gradients=weights)
-    for again in (old.recompute, *(each for each in RECOMPUTE if set(each) > set(old.recompute))):
+    ways = Overlap(kind), Overlap(kind)
+    ordering = Ordering(*ways, cut, reduction=old.reduction, weight_gradients=weights, offload=old.offload)
+    more = (each for each in RECOMPUTE if set(each) > set(old.recompute) and not set(each) & set(old.offload))
+    for again in (old.recompute, *more):
         for ahead in AHEADS if ordering.forward.row.found else AHEADS[:1]:
             yield replace(candidate, ordering=ordering._replace(recompute=again, ahead=ahead))
 

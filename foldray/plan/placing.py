@@ -29,8 +29,8 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import GIB, Memory
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import straggling
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import busy_step, long_step
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors

@@ -53,6 +53,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
             "virtual_stages": candidate.virtual_stages,
             "stage_layers": candidate.stage_layers and list(candidate.stage_layers),
             "recompute": list(ordering.recompute),
+            "offload": list(ordering.offload),
         },
         "step_time_s": prediction.seconds,
         "mfu_causal": prediction.mfu_causal,
@@ -61,6 +62,7 @@ def _candidate(planned: Planned) -> dict[str, Any]:
         "memory": {name: held / GIB for name, held in planned.memory._asdict().items()},
         "fits": planned.fits,
         **({"host": on_host.document(planned.host)} if planned.host else {}),
+        **({"activations_on_host": on_host.activations(planned.moved)} if planned.moved else {}),
         "breakdown": breakdown(prediction.breakdown),
         "traffic": prediction.traffic,
     }
@@ -97,7 +99,7 @@ def table(
         lines.append(line if plan.fits else f"{line}, more than the {hardware.memory_gib:.0f} GiB there are")
     lines += _with_lists(planned, lists)
     lines += copies.lines(planned, copied or {})
-    lines += on_host.lines(planned[0].host, hardware) if planned[0].host else []
+    lines += on_host.lines(planned[0].host, planned[0].moved, hardware)
     return "\n".join([*lines, "", *_of_first(planned[0]), *(["", why(planned)] if len(planned) > 1 else [])])
 
 
@@ -126,7 +128,8 @@ def schedule(planned: Planned) -> str:
     text += f" b={candidate.micro_batch}" + (f" v={candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
     text += f" stages {_runs(candidate.stage_layers)}" if candidate.stage_layers else ""
     text += f" {ordering.reduction.kind}" + (f"={in_bytes(size)}" if (size := ordering.reduction.most) else "")
-    return text + (f" again {'+'.join(ordering.recompute)}" if ordering.recompute else "")
+    text += f" again {'+'.join(ordering.recompute)}" if ordering.recompute else ""
+    return text + (f" to host {'+'.join(ordering.offload)}" if ordering.offload else "")
 
 
 def _runs(sizes: Sequence[int]) -> str:

@@ -15,8 +15,9 @@ from foldray.costs.candidate import Candidate
 from foldray.costs.device import Device
 from foldray.costs.hardware import constants
 from foldray.costs.memory import GIB, Memory, ledger
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Prediction, predict, straggling
-from foldray.costs.rank import OpWork, RankCosts
+from foldray.costs.rank import RankCosts
 from foldray.costs.whole import long_step
 from foldray.errors import UserError
 from foldray.plan.rows import Row, thing_between

@@ -32,11 +32,12 @@ from foldray.costs.bounds import fold_bound, hop_bounds, least_computed, stage_b
 from foldray.costs.candidate import Candidate, Content, Pieces, StageForm
 from foldray.costs.device import Device
 from foldray.costs.memo import Memo, Table, shared
-from foldray.costs.memory import GIB, Memory, least_memory, peak_memory
+from foldray.costs.memory import GIB, Memory, Moved, least_memory, moved, peak_memory
 from foldray.costs.offload import Offloaded, offloaded
+from foldray.costs.ops import OpWork
 from foldray.costs.passes import with_best_lags
 from foldray.costs.prediction import Prediction, Step, straggling
-from foldray.costs.rank import OpWork, RankCosts
+from foldray.costs.rank import RankCosts
 from foldray.costs.updates import least_behind
 from foldray.errors import UserError
 from foldray.fold import Fold
@@ -50,6 +51,7 @@ class Planned(NamedTuple):
 
     Args:
         host: what the optimizer takes on the host; None if it is on the GPU.
+        moved: what ops keep on the host for their backward; None if they keep nothing there.
     """
 
     candidate: Candidate
@@ -57,6 +59,7 @@ class Planned(NamedTuple):
     memory: Memory
     fits: bool
     host: Offloaded | None = None
+    moved: Moved | None = None
 
 
 class Group(NamedTuple):
@@ -191,7 +194,8 @@ class Refinement:
             candidate = replace(candidate, ordering=candidate.ordering._replace(reduction=reduction))
             prediction = step.prediction(reduction)
             fits, host = node.held <= self.limit, offloaded(candidate, step.rank)
-            yield Node(prediction.seconds, node.held, Planned(candidate, prediction, what.memory, fits, host))
+            planned = Planned(candidate, prediction, what.memory, fits, host, moved(candidate, step.rank))
+            yield Node(prediction.seconds, node.held, planned)
 
     def _choices(self, node: Node, group: Group, needless: Callable[[float], bool]) -> Iterator[Node]:
         fold, micro_batches = group.rank.fold, self._micro_batches(group)
@@ -252,7 +256,7 @@ class Refinement:
 
     def _least_held(self, group: Group) -> float:
         return min(
-            least_memory(group.rank, staging.layout, staging.pipeline, group.recompute, self.space.imbalance)
+            least_memory(group.rank, staging.layout, staging.pipeline, group.recompute, self.space.imbalance, self.space.offload)
             for staging in self._stagings(group).leanest
         )
 
@@ -268,7 +272,7 @@ class Refinement:
         """Return the schedules of a group, by their pieces: the bounds of time and memory depend on nothing else."""
         by_pieces: dict[Pieces, list[Ordering]] = {}
         for bare in self._bare_orderings(smallest_slice(cut.cp, cut.tp), cut.travels, batch_degree):
-            ordering = bare._replace(recompute=recompute)
+            ordering = bare._replace(recompute=recompute, offload=self.space.offload)
             by_pieces.setdefault(Pieces.of(ordering, self.job.seq_len, cut.cp * cut.tp), []).append(ordering)
         return by_pieces
 

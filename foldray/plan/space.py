@@ -41,6 +41,7 @@ class Space:
         degrees: numbers of pieces of a sequence to try; for attention, every smaller one beside it.
         batch_degrees: numbers of parts of a micro-batch to try.
         recompute: sets of kinds of ops to recompute.
+        offload: kinds of ops that keep on the host what their backward needs. None of them is in a set of `recompute`.
         kinds: overlap kinds to try.
         reductions: times and sizes of reductions to try; each candidate has the best of them.
         imbalance: rows of the fullest rank over the mean, for the memory.
@@ -62,6 +63,7 @@ class Space:
     imbalance: float = 1.0
     experts: Hardware | None = None
     expert_gpus: int | None = None
+    offload: tuple[str, ...] = ()
 
     def folds(self) -> Iterator[Fold]:
         """Yield every legal fold with the fixed sizes.

@@ -196,6 +196,7 @@ class Description(Strict):
             schedule.weight_gradients,
             1 if schedule.ahead is None else schedule.ahead,
             schedule.alive,
+            offload=schedule.offload,
         )
 
     @property
@@ -205,7 +206,7 @@ class Description(Strict):
 
     def named_ordering(self, name: str) -> Ordering:
         """Return the ordering of a short name such as `stream:4:2` (`schedule.named_ordering`), with this recipe's
-        recomputation and micro-batches alive.
+        recomputation, activations on the host and micro-batches alive.
 
         Raises:
             UserError: the name is illegal, or the ordering does not fit this recipe.
@@ -224,7 +225,8 @@ class Description(Strict):
         if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != ordering.reduction.kind:
             rule = "reduces gradients within the step; with DeepSpeed this needs schedule.reduction=chunks or buckets"
             raise UserError("schedule", name, rule)
-        return ordering._replace(recompute=self.schedule.recompute, alive=self.schedule.alive)
+        kept = {"recompute": self.schedule.recompute, "offload": self.schedule.offload}
+        return ordering._replace(**kept, alive=self.schedule.alive)
 
     @property
     def accumulation(self) -> int:

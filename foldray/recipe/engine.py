@@ -48,8 +48,9 @@ _OWN: Mapping[str, str] = {
 
 
 def check_engine(recipe: Description) -> None:
-    """Check what the optimizer's state is kept in, and what DeepSpeed gets beside foldray's own keys."""
+    """Check what is on the host, what the optimizer's state is kept in, and what DeepSpeed gets beside foldray's own keys."""
     _check_offload(recipe)
+    _check_activations(recipe)
     _check_moments(recipe)
     _check_deepspeed(recipe)
 
@@ -66,6 +67,26 @@ def _check_offload(recipe: Description) -> None:
     if recipe.optimizer.kind == "muon":
         rule = "moves the update to the host, and optimizer.kind=muon multiplies whole matrices, which is work for a GPU"
         raise UserError("engine.offload", engine.offload, rule, ["null"])
+
+
+def _check_activations(recipe: Description) -> None:
+    """Check that operations may keep on the host what their backward needs."""
+    schedule, kinds, rule = recipe.schedule, recipe.schedule.offload, None
+    both = [kind for kind in kinds if kind in schedule.recompute]
+    if not kinds:
+        return
+    if len(set(kinds)) < len(kinds):
+        rule = "names an operation twice"
+    elif both:
+        rule = f"keeps what recompute would compute again: {both[0]} may be in one of both lists"
+    elif recipe.placement is not None:
+        rule = "is for workers that have both attention and experts, and placement parts them"
+    elif schedule.graphs != "off":
+        rule = "moves what operations keep, and a CUDA graph finds it where it was (schedule.graphs)"
+    elif recipe.moe.backend == "tutel":
+        rule = "has never run with Tutel's kernels (moe.backend)"
+    if rule is not None:
+        raise UserError("schedule.offload", list(kinds), rule, ["[]"])
 
 
 def _check_moments(recipe: Description) -> None:

@@ -56,6 +56,10 @@ class ScheduleSpec(Strict):
     recompute: Operations = ()
     """Operations whose forward runs again before their backward. This saves their activation
     memory, and costs the time of one more forward."""
+    offload: Operations = ()
+    """Operations that keep what their backward needs in the memory of the host until then, beside
+    computation. This saves their activation memory, and takes the link between GPU and host. The
+    last block keeps it on the GPU. No operation may be in `recompute` as well."""
     batch_degree: SequenceCount = 1
     """Parts that a micro-batch is cut into along the batch; their pieces overlap too. It must
     divide `training.micro_batch`. `kind: flow` sets it to 2."""

@@ -39,6 +39,11 @@ class CopyTraffic:
         self._of_parameter: dict[nn.Parameter, CopiedExperts] = {}
         self._homewards: dict[int, Pending] = {}
 
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The weights of the copies here."""
+        return self._of_parameter.keys()
+
     def make_room(self, room: int, groups: Groups) -> None:
         """Have room for copies in every MoE block. Every rank of the fold must call this."""
         over = groups.communicator("copies", "ep")

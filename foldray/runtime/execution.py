@@ -26,6 +26,7 @@ from foldray.runtime.found import find_together
 from foldray.runtime.gradients import Gradients
 from foldray.runtime.graphs import CapturedOps, Captures, compare
 from foldray.runtime.halves import micro_batch_type
+from foldray.runtime.kept import HostMemory
 from foldray.runtime.op_graphs import OpGraphs
 from foldray.runtime.trace import Trace
 from foldray.runtime.weights import Weights
@@ -45,6 +46,7 @@ class Execution:
         last: graph of the last training step.
         keeps_experts: whether training steps keep the experts of their tokens.
         experts: those of this rank's tokens in the last such step, for each part of a micro-batch.
+        host: where some kinds of ops keep what their backward needs (`Ordering.offload`).
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Execution:
         self.keeps_experts, self.experts = False, list[ChosenExperts]()
         self.copies = CopyTraffic(model, gradients)
         self.copying: CopyChoice | None = None
+        self.host = HostMemory(model)
         self.reorder(ordering or Ordering())
         self._position, self._stage = groups.position, groups.stage
 
@@ -252,10 +255,12 @@ class _Run:
         slots = {}
         if captured and execution.captures is not None:
             slots = execution.captures.slots(model, self.order, batches, self.trace is not None)
+        if self.graph.offloaded:
+            execution.host.begin(self.copies.parameters)
         self.micro_batches = []
         for number, batch in enumerate(batches):
             ops = partial(CapturedOps, slots[number]) if slots else OpGraphs
-            ops_of_batch = ops(model, self.graph, self.copies.sum_of, training, now)
+            ops_of_batch = ops(model, self.graph, self.copies.sum_of, training, now, execution.host)
             self.micro_batches.append(half(model, batch, ops_of_batch, self.weights))
         self.sending = deque[Pending]()  # handovers that may not have left
 

@@ -13,7 +13,7 @@ from foldray.clock import COMPUTE, Cost, OpCosts, Recording, Span, check, messag
 from foldray.comm import Communicator, Groups
 from foldray.finding import Found, find
 from foldray.graph import Chunk, Op, StepGraph
-from foldray.kinds import OP_KINDS, REDUCE
+from foldray.kinds import OFFLOAD, OP_KINDS, REDUCE
 from foldray.orders import FoundList, Ordering
 
 
@@ -96,6 +96,8 @@ def lane_of(graph: StepGraph, groups: Groups, op: Op) -> str:
     4.2). In an all-to-all, every rank sends and receives.
     """
     travels = OP_KINDS[op.kind].travels
+    if op.kind == OFFLOAD:  # each direction has a lane of its own
+        return str(graph.channel(op))
     if travels == "counts":
         return "counts"
     if travels == "tokens" and graph.apart:

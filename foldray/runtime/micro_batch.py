@@ -15,7 +15,7 @@ import torch
 
 from foldray.comm import Pending
 from foldray.graph import Op
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, PROJECT, SHARED
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, OFFLOAD, PROJECT, SHARED
 from foldray.model import Batch
 from foldray.moe import Layer, Routing, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
@@ -33,6 +33,8 @@ class MicroBatch(MicroBatchState):
             self._run_again(op._replace(direction="F"))
         elif op.direction == "W":
             self.graphs.add_left(op)
+        elif op.kind == OFFLOAD:
+            return self.graphs.move(op)
         else:
             getattr(self, f"{op.kind}_{'forward' if op.direction == 'F' else 'backward'}")(op)
         return self.flight.get(op)
@@ -119,7 +121,8 @@ class MicroBatch(MicroBatchState):
         if op.layer in self.graph.copied:
             cast(CopiedExperts, layer.copies).wait()
         rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
-        by_hand, plain = layer.experts_by_hand(received), lambda *rows: Computed([layer.run_experts(rows, received)])
+        stays, plain = self.graph.offload_of(op) is None, lambda *rows: Computed([layer.run_experts(rows, received)])
+        by_hand = layer.experts_by_hand(received) if stays else None  # only autograd has hooks for what it keeps
         (y_NH,), _ = self.graphs.compute(op, ComputesByHand(by_hand) if by_hand else plain, *rows)
         self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
 

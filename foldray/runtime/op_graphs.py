@@ -7,6 +7,7 @@ same tokens differently, a token buffer keeps the pieces (FoldMoE, section 4.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from foldray.graph import Op, StepGraph
 from foldray.kernels.autograd import ByHand, Task
 from foldray.kinds import ATTENTION, PROJECT
 from foldray.model import Transformer
+from foldray.runtime.kept import HostMemory, Kept
 
 
 class TokenBuffer:
@@ -196,6 +198,7 @@ class OpGraphs:
     Args:
         training: whether ops go backward.
         now: returns the moment that `began` has.
+        host: where some kinds of ops keep what their backward needs; None if none do (`StepGraph.offloaded`).
 
     Attributes:
         began: the moment at which the last op that computes began to compute, after all waiting.
@@ -208,11 +211,14 @@ class OpGraphs:
         sum_of: SumOf,
         training: bool = True,
         now: Callable[[], Any] = perf_counter,
+        host: HostMemory | None = None,
     ):
         self.model, self.graph, self.sum_of, self.training, self.now = model, graph, sum_of, training, now
         self._graphs: dict[Op, _Built] = {}  # by forward op
         self._later: dict[Op, list[Task]] = {}  # by the op that computes these gradients of weights
         self._again: dict[Op, tuple[Compute, _Inputs]] = {}  # by forward op that will run again
+        self._host = host
+        self._kept: dict[Op, Kept] = {}  # by the op that brings it to the host
         self.begin()
 
     def begin(self) -> None:
@@ -227,6 +233,8 @@ class OpGraphs:
         Args:
             beside: inputs without a gradient.
         """
+        for left in self.graph.left_before(op):
+            self._kept[left].let_go()
         self.begin()
         if not self.training or op.kind in self.graph.again:
             if self.training:
@@ -248,18 +256,34 @@ class OpGraphs:
 
     def _build(self, op: Op, compute: Compute, given: _Inputs) -> Computed:
         # On a GPU, products of weights' gradients add to the sums themselves, after the rest of the op's backward.
-        with self.model.later.collect(bool(self.graph.weights(op)) or next(self.model.parameters()).is_cuda) as left:
+        later = self.model.later.collect(bool(self.graph.weights(op)) or next(self.model.parameters()).is_cuda)
+        with later as left, nullcontext() if (kept := self._kept_for(op)) is None else kept.hooks():
             computed, graph = build(compute, *given)
         self._graphs[op] = _Built(graph, left)
         return computed
+
+    def move(self, op: Op) -> Pending:
+        """Start to bring to the host what ops keep for their backward, or to fetch it: run an `offload`."""
+        return self._kept[op].send() if op.direction == "F" else self._kept[op._replace(direction="F")].fetch()
+
+    def _kept_for(self, op: Op) -> Kept | None:
+        """Return where a forward op keeps what its backward needs, if that goes to the host."""
+        if (offload := self.graph.offload_of(op)) is None:
+            return None
+        if offload not in self._kept:
+            assert self._host is not None, f"{op} keeps what it needs on the host, and there is none"
+            self._kept[offload] = self._host.keep(offload.part)
+        return self._kept[offload]
 
     def differentiate(self, op: Op, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of an op's inputs, given those of its results, and add the gradients of its parameters.
 
         The gradients of weights may be left to an op of their own (W).
         """
-        self.begin()
         graph, left = self._graphs.pop(op._replace(direction="F"))
+        if (kept := self._kept_for(op)) is not None:
+            kept.wait()
+        self.begin()
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
         input_gradients, parts = graph.differentiate(gradients, parameters)
         for parameter, part in zip(parameters, parts, strict=True):

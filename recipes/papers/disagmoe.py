@@ -45,8 +45,8 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import GIB
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import predict
-from foldray.costs.rank import OpWork
 from foldray.errors import UserError
 from foldray.fold import Fold
 from foldray.kinds import EXPERT, HEAD, OP_KINDS

@@ -31,7 +31,7 @@ from foldray.blueprint import ModelSpec
 from foldray.costs import hardware
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.costs.whole import simulate_step
 from foldray.fold import Fold
 from foldray.graph import SliceCost

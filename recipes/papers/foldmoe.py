@@ -33,8 +33,8 @@ from foldray.blueprint.layout import smallest_slice
 from foldray.costs import hardware
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import straggling
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import whole_seconds
 from foldray.fold import Fold
 from foldray.graph import SliceCost

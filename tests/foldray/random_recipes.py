@@ -110,7 +110,7 @@ def _sections(chance: random.Random) -> dict[str, Any]:
     if workers > 1 and chance.random() < 0.25:
         placement, sizes = _placement(chance, workers)
         fold, backend = sizes, "torch" if backend == "tutel" else backend
-        schedule = {key: value for key, value in schedule.items() if key not in ("lag", "backward_lag")}
+        schedule = {key: value for key, value in schedule.items() if key not in ("lag", "backward_lag", "offload")}
         schedule |= {"kind": chance.choice(["af_pipe", "af_pipe", "list"]), "degree": chance.choice([1, 1, 2, 4]), "ahead": None}
         model["router"].pop("pad", None)
     if schedule.get("degree", 1) > 1 and model["router"].get("drop") == "probability":
@@ -229,6 +229,10 @@ def _schedule(chance: random.Random) -> dict[str, Any]:
         schedule["sp_bytes"] = chance.choice([512, 3000, 100_000])
     if chance.random() < 0.2:
         schedule["recompute"] = chance.choice([["attention"], ["expert"], ["attention", "expert", "ffn", "shared"]])
+    own = random.Random(repr(schedule))  # whose draws change no other
+    if own.random() < 0.3:
+        kinds = [kind for kind in ("attention", "expert", "ffn", "shared") if kind not in schedule.get("recompute", [])]
+        schedule["offload"] = [kind for kind in kinds if own.random() < 0.6]
     return schedule
 
 

@@ -25,6 +25,7 @@ STEPS = 3
 MORE = 5  # further steps of a found list, all but the first one by random lists
 CHUNKS = {"reduction": "chunks", "sp_bytes": 4096}
 AGAIN = {"recompute": ["attention", "ffn", "expert", "shared"]}
+HOST = {"offload": ["attention", "ffn", "expert", "shared"]}
 DEEPSPEED = {"precision": "float32"}
 
 
@@ -73,6 +74,14 @@ CASES = {
     "PP2 CP2, weights of all pieces, run again, chunks": Case(
         4, {"pp": 2, "cp": 2, "ep": 2}, 1, {"weight_gradients": "whole", "degree": 2, **CHUNKS, **AGAIN}
     ),
+    "on the host": Case(2, {"ep": 2}, 1, {"degree": 2, **HOST}, {"model": {"layers": 4}}),
+    "PP2 EP2, virtual stages, on the host": Case(
+        4, {"pp": 2, "ep": 2}, 1, {"virtual_stages": 2, **HOST}, {"model": {"layers": 8}}
+    ),
+    "CP2 EP2, on the host, chunks": Case(
+        2, {"cp": 2, "ep": 2}, 1, {"degree": 2, "attention_degree": 1, **CHUNKS, **HOST}, {"model": {"layers": 4}}
+    ),
+    "two parts, on the host": Case(2, {"ep": 2}, 2, {"batch_degree": 2, **HOST}, {"model": {"layers": 4}}),
     "weights together": Case(2, {"ep": 2}, 1, {"weight_gradients": "together", "degree": 2}),
     "every other block, tied": Case(
         2, {"ep": 2}, 1, {}, {"model": {"layers": 4, "moe_every": 2, "tied_embeddings": True, "shared_hidden": 0}}

@@ -15,7 +15,7 @@ from foldray.runtime.micro_batch import MicroBatch
 ROOT = Path(__file__).parents[2]
 TABLES = {"foldray/kinds.py", "foldray/orders/overlaps.py"}
 NAMES = {*OP_KINDS, *OVERLAPS}
-ELSEWHERE = {"handover", "reduce", "copy", "stage"}  # ops that belong to no micro-batch
+ELSEWHERE = {"handover", "reduce", "copy", "stage", "offload"}  # ops that compute nothing in a micro-batch of their own
 
 
 def compared(source: str) -> list[int]:

@@ -2,7 +2,8 @@
 
     python tests/gpu/check.py [PART …] [--out FOLDER]
 
-The parts are `correct`, `waits`, `ranks`, `fused`, `graphs`, `kernels`, `block`, `host`, `network` and `planner`; all by default.
+The parts are `correct`, `waits`, `ranks`, `fused`, `graphs`, `kernels`, `block`, `activations`, `host`, `network` and `planner`;
+all by default.
 Findings go to the terminal and, as JSON, to FOLDER/findings.json. A GPU machine may have torch but neither Ray nor test packages,
 so the parts are plain modules.
 Without a GPU the script says so and exits with 0.
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-PARTS = ("correct", "waits", "ranks", "fused", "graphs", "kernels", "block", "host", "network", "planner")
+PARTS = ("correct", "waits", "ranks", "fused", "graphs", "kernels", "block", "activations", "host", "network", "planner")
 
 
 def main() -> int:

@@ -30,6 +30,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "weave, 2 pieces": {"schedule": {"kind": "weave", "degree": 2}},
     "a found list, 2 pieces": {"schedule": {"kind": "list", "degree": 2}},
     "recomputation": {"schedule": {"kind": "stream", "degree": 2, "recompute": ["attention", "expert"]}},
+    "activations on the host": {"schedule": {"offload": ["attention", "expert", "shared"]}, "model": {"layers": 4}},
+    "activations on the host, weights apart, 2 pieces": {
+        "schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart", "offload": ["attention", "expert"]},
+        "model": {"layers": 4},
+    },
     "weights apart": {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}},
     "AdamW": {"optimizer": {"kind": "adamw", "lr": 0.01, "clip": 1.0}},
     "AdamW on the host": {"optimizer": {"kind": "adamw", "lr": 0.01, "clip": 1.0}, "engine": {"offload": "optimizer"}},

@@ -13,8 +13,8 @@ from foldray.comm import Groups
 from foldray.costs.candidate import DTYPES, Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step
-from foldray.costs.rank import OpWork
 from foldray.graph import Op
 from foldray.model import Batch
 from foldray.recipe import Recipe

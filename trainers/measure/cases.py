@@ -80,6 +80,8 @@ CASES: Mapping[str, Case] = {
              _route(capacity_factor=0.5, drop="position", drop_scope="sequence")),
         Case("recomputation", "state that counts twice if a forward runs twice",
              _set("schedule", recompute=list(RECOMPUTABLE))),
+        Case("activations on the host", "what an op keeps that comes back too late, or to another op",
+             _set("schedule", offload=list(RECOMPUTABLE), recompute=[])),
         Case("copied experts", "gradients that stay with copies of experts, or are added twice", _set("moe", copies=1)),
         Case("accumulation", "gradients scaled by the number of micro-batches", _accumulated),
     )

@@ -18,8 +18,8 @@ from foldray.comm import Groups
 from foldray.costs.candidate import DTYPES, Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step
-from foldray.costs.rank import OpWork
 from foldray.graph import Op
 from foldray.kernels.attention import Mask, attend, attend_backward, merge
 from foldray.kinds import ATTENTION, ROUTE

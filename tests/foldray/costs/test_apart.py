@@ -14,7 +14,7 @@ from foldray.costs.apart import ApartWork, Sides, most_kept
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import Link, load_hardware
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.costs.whole import simulate_step, whole_seconds
 from foldray.fold import Fold
 from foldray.graph import Op

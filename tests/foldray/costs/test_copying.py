@@ -17,8 +17,8 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memo import Memo
 from foldray.costs.memory import ledger
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import whole_seconds
 from foldray.errors import UserError
 from foldray.fold import Fold

@@ -11,9 +11,9 @@ from foldray.clock import COMPUTE, Host
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
+from foldray.costs.ops import OpWork
 from foldray.costs.passes import StageList, stage_list
 from foldray.costs.prediction import Step, predict
-from foldray.costs.rank import OpWork
 from foldray.costs.shares import Price, Work
 from foldray.fold import Fold
 from foldray.graph import Direction, Slicing, StepGraph

@@ -15,8 +15,8 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, Link, constants, counts, data_sheet_peak, known_hardware, load_hardware
 from foldray.costs.memory import ledger
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step, predict, straggling
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import simulate_step, whole_seconds
 from foldray.errors import UserError
 from foldray.fold import Fold

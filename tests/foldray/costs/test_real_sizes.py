@@ -19,7 +19,8 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import counts, load_hardware
 from foldray.costs.memory import Memory, ledger
 from foldray.costs.network import Network, Travel
-from foldray.costs.rank import OpWork, RankCosts
+from foldray.costs.ops import OpWork
+from foldray.costs.rank import RankCosts
 from foldray.costs.working import after_backward, buffers, networks, unreduced
 from foldray.fold import Fold
 from foldray.graph import SliceCost

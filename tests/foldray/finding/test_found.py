@@ -51,10 +51,11 @@ def graphs(draw: Any) -> StepGraph:
     chunks = tuple(positions) if draw(st.booleans()) else ()
     degree = draw(st.integers(1, 4))
     cut = slice_sequence("token_uniform", 16, degree, FLAT, attention_degree=draw(st.integers(1, degree)))
+    where = {kind: draw(st.sampled_from(["kept", "again", "host"])) for kind in ("attention", "ffn", "expert", "shared")}
+    again, offloaded = (tuple(kind for kind, at in where.items() if at == way) for way in ("again", "host"))
     return StepGraph(
-        stages, cut, pp, micro_batches, draw(st.booleans()),
-        tuple(sorted(draw(st.sets(st.sampled_from(["attention", "ffn", "expert"]))))), batch_degree=parts, chunks=chunks,
-        gathers=draw(st.booleans()), later=later, tied=tied, whole=draw(st.booleans()),
+        stages, cut, pp, micro_batches, draw(st.booleans()), again, batch_degree=parts, chunks=chunks,
+        gathers=draw(st.booleans()), later=later, tied=tied, whole=draw(st.booleans()), offloaded=offloaded,
     )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from foldray.clock import draw_text
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import predict
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import simulate_step
 from foldray.errors import UserError
 from foldray.fold import Fold

@@ -12,8 +12,8 @@ import pytest
 from foldray.blueprint import smallest_slice
 from foldray.clock import COMPUTE, check, draw_text, simulate
 from foldray.costs.device import Device
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step, predict
-from foldray.costs.rank import OpWork
 from foldray.errors import UserError
 from foldray.graph import Op, SliceCost, StepGraph, slice_sequence
 from foldray.kinds import MERGE

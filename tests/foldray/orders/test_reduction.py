@@ -111,15 +111,16 @@ def clock_of(graph: StepGraph, costs: OpCosts) -> Any:
 @given(
     st.sampled_from(list(OVERLAPS)), st.sampled_from(REDUCTIONS), st.integers(1, 4), st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 2000)), st.booleans(), st.sampled_from([1, 2]), SECONDS, st.integers(1, 3), st.booleans(),
-    st.sampled_from([(), ("expert",), ("expert", "attention")]),
+    st.sampled_from([(), ("expert",), ("expert", "attention")]), st.sampled_from([(), ("ffn",), ("attention", "expert", "ffn")]),
 )  # fmt: skip
 @examples(200)
 def test_every_list_with_reductions_is_legal(
-    kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag, copies, later
+    kind, reduction, degree, batch_degree, most, ragged, pp, seconds, lag, copies, later, offloaded
 ) -> None:
     batch_degree = 1 if kind == "sequential" else batch_degree
     stages = ((MOE, DENSE), (DENSE, MOE))[:pp]
     cuts = {"ragged": ragged, "pp": pp, "stages": stages, "micro_batches": 2 * batch_degree, "later": later}
+    cuts |= {"offloaded": offloaded}
     graph = graph_of(kind, degree, batch_degree, most, **cuts)
     graph = replace(graph, copied=tuple(layer for layer, block in enumerate(graph.blocks) if block.moe)) if copies else graph
     for costs in (None, costs_of(seconds, 0.1, 0.01)):

@@ -13,7 +13,7 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import blocks_in_flight, fullest
-from foldray.costs.rank import OpWork
+from foldray.costs.ops import OpWork
 from foldray.finding import Problem
 from foldray.fold import Fold
 from foldray.graph import Slicing

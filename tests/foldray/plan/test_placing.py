@@ -17,8 +17,8 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import GIB, Memory
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import predict, straggling
-from foldray.costs.rank import OpWork
 from foldray.costs.whole import simulate_step, whole_seconds
 from foldray.errors import UserError
 from foldray.fold import Fold

@@ -16,8 +16,9 @@ from foldray.costs.activations import block_activations
 from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Software
 from foldray.costs.device import Device
 from foldray.costs.memory import GIB, ledger, parameters
+from foldray.costs.ops import OpWork
 from foldray.costs.prediction import straggling
-from foldray.costs.rank import OpWork, RankCosts
+from foldray.costs.rank import RankCosts
 from foldray.costs.whole import whole_seconds
 from foldray.fold import Fold
 from foldray.plan.rows import STACK, Row, read_rows

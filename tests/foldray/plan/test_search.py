@@ -14,9 +14,9 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import ledger
+from foldray.costs.ops import OpWork
 from foldray.costs.passes import LAGS, with_best_lags
 from foldray.costs.prediction import Step, predict
-from foldray.costs.rank import OpWork
 from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.graph import SliceCost

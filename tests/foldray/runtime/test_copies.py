@@ -35,6 +35,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     ),
     "woven": (2, {"ep": 2}, {"schedule": {"kind": "weave"}}),
     "recomputation": (2, {"ep": 2}, {"schedule": {"recompute": ["expert", "attention"]}}),
+    "activations on the host": (2, {"ep": 2}, {"schedule": {"offload": ["expert", "attention"]}, "model": {"layers": 3}}),
     "gradients whole": (2, {"ep": 2}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "whole"}}),
     "parts along the batch": (2, {"ep": 2}, {"schedule": {"kind": "flow"}}),
     "biases": (2, {"ep": 2}, {"model": {"router": {"logit_bias": True}, "expert_bias": True}}),
