@@ -206,7 +206,8 @@ class Step:
     def _moved(self, form: StageForm, direction: Direction) -> tuple[float, float]:
         """Return the exposed seconds and all seconds of what a pass of a stage brings to the host, or back.
 
-        Beside each block travels what another one keeps. The last block of all keeps it on the device.
+        Beside each block travels what another one keeps. What the last two blocks keep leaves beside the next pass. The last
+        block of all keeps it on the device.
         """
         if not self.pieces.offload:
             return 0.0, 0.0
@@ -217,7 +218,8 @@ class Step:
             for block in form.blocks[: len(form.blocks) - form.last]
         ]
         seconds = list(map(rank.device.host_copy, moved))
-        return sum(max(0.0, each - beside) for each in seconds), sum(seconds)
+        waits = [max(0.0, each - beside) for each in seconds]
+        return sum(waits[: len(form.blocks) - 2] if direction == "F" else waits), sum(seconds)
 
     def _exposed_rows(self, form: StageForm, direction: Direction) -> float:
         """Return the seconds of a pass in which rows travel, and nothing computes."""

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
 
 from foldray.runtime import Execution, kept
 from tests.foldray.live import storage
@@ -79,7 +80,8 @@ def host_apart() -> Iterator[set[int]]:
     there, allocate = set[int](), kept._host_memory
 
     def noted(size: int, device: torch.device) -> Tensor:
-        memory = allocate(size, device)
+        with _disable_current_modes():  # those that follow storages know it too late
+            memory = allocate(size, device)
         number = storage(memory)[0]
         there.add(number)
         weakref.finalize(memory.untyped_storage(), there.discard, number)

@@ -106,9 +106,10 @@ def test_what_stays_is_that_of_a_run(change: str, dtype: str, name: str) -> None
     counted = whole - sum(freed_bytes(rank, block, KINDS, sliced) for block in blocks[:-1])
     with host_apart() as there:
         _, (micro_batch,), order = passes_of(model, ordering, 1)
-        with Live(there) as live:
+        with Live(_Either(there, _alive())) as live:
             for op in takewhile(lambda op: op.direction == "F", (op for op in order if op.kind != HEAD)):
                 micro_batch.run(op)
+            micro_batch.finish()
             micro_batch.states.clear()
             gc.collect()
             assert counted == pytest.approx(live.now, abs=0.03 * whole)
@@ -131,13 +132,12 @@ def test_a_step_stays_within_the_ledger(name: str, ahead: float) -> None:
     held, most = ledger(candidate, rank_of(model.spec, "fp32", count)), 0
     with host_apart() as there:
         _, passes, order = passes_of(model, ordering, count)
-        with Live(there | _alive()) as live:
-            live._before = _Either(there, live._before)
+        with Live(_Either(there, _alive())) as live:
             for op in order:
                 passes[op.micro_batch].run(op)
                 most = max(most, live.now)
     counted = held.activations + held.buffers + held.logits
-    assert 0.5 * counted <= most <= counted
+    assert (0.2 if ordering.forward.row.found else 0.5) * counted <= most <= counted
 
 
 class _Either:
@@ -184,7 +184,7 @@ def test_the_ledger_has_three_blocks_and_the_host_has_all() -> None:
     away = freed_bytes(rank, block, ("attention", "expert"))
     before, after = ledger(plain, rank), ledger(moving, rank)
     assert before.activations - after.activations == pytest.approx(5 * away)
-    assert after._replace(activations=0) == before._replace(activations=0)
+    assert after._replace(activations=0, working=0) == before._replace(activations=0, working=0)
     assert moved(plain, rank) is None
     on_host = moved(moving, rank)
     assert on_host is not None
