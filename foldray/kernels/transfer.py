@@ -63,7 +63,8 @@ class Lane:
     """Copies in one direction between a device and its host. On a GPU they have a stream of their own, and follow one another."""
 
     def __init__(self, device: torch.device):
-        self._device, self._stream = device, None
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copying]:
         """Start to copy (to, from) for each pair, once the current stream has done what it has been given so far.

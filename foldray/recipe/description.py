@@ -225,8 +225,8 @@ class Description(Strict):
         if self.engine.kind == "deepspeed" and self.schedule.reduction == "end" != ordering.reduction.kind:
             rule = "reduces gradients within the step; with DeepSpeed this needs schedule.reduction=chunks or buckets"
             raise UserError("schedule", name, rule)
-        kept = {"recompute": self.schedule.recompute, "offload": self.schedule.offload}
-        return ordering._replace(**kept, alive=self.schedule.alive)
+        schedule = self.schedule
+        return ordering._replace(recompute=schedule.recompute, offload=schedule.offload, alive=schedule.alive)
 
     @property
     def accumulation(self) -> int:

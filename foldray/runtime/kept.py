@@ -136,7 +136,7 @@ class Kept:
         address = storage.data_ptr()
         if address not in self._pieces:
             self._pieces[address] = _Piece(storage)
-        return _View(self._pieces[address], x.dtype, x.shape, x.stride(), x.storage_offset())
+        return _View(self._pieces[address], x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
 
 class _Piece:

@@ -19,6 +19,7 @@ from foldray.moe.copies import CopiedExperts
 from foldray.moe.router import TopKGate
 from foldray.recipe import Recipe
 from foldray.runtime import Gradients
+from foldray.runtime.kept import HostMemory
 from foldray.runtime.op_graphs import OpGraph, OpGraphs
 from foldray.runtime.weights import Weights
 from foldray.windows import FULL
@@ -164,6 +165,16 @@ def _stay_with_copies(start_home: Any) -> Any:
     return lambda self, sum_of: start_home(self, torch.zeros_like)
 
 
+def _with_zeros(fetch: Any) -> Any:
+    def wrong(self: HostMemory, pieces: Any) -> Any:
+        pending = fetch(self, pieces)
+        for piece in pieces:
+            piece.on_device.zero_()
+        return pending
+
+    return wrong
+
+
 FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "as it is": ("tp2-cp2-ep4", Gradients, "finish", _doubled_gradients),
     "masked tokens": ("tp2-ep2-etp2", Weights, "__init__", _mean_over_ranks),
@@ -181,6 +192,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "further tokens": ("tp2-cp2-ep4", Transformer, "enter", _of_own_piece),
     "dropped tokens": ("tp2-cp2-ep4", Sequences, "whole", _by_rank),
     "recomputation": ("pp2-cp2-ep2", OpGraphs, "differentiate", _twice),
+    "activations on the host": ("tp2-cp2-ep4", HostMemory, "fetch", _with_zeros),
     "copied experts": ("tp2-cp2-ep4", CopiedExperts, "start_home", _stay_with_copies),
     "accumulation": ("tp2-ep2-etp2", Weights, "__init__", _mean_of_micro_batches),
 }
