@@ -91,7 +91,7 @@ def train(rank: int, recipe: Recipe) -> dict[str, Any]:
         return {**found, "host": (engine.execution.host.sent, engine.execution.host.fetched)}
 
 
-@pytest.mark.gate(2)
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_gives_back_the_same_bits(ranks: Any, name: str) -> None:
     """Float64, over communicators and lanes whose results are poison until somebody has waited."""

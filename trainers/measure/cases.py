@@ -58,6 +58,13 @@ def _accumulated(values: Values, recipe: Recipe) -> None:
     values["training"]["global_batch"] *= 2
 
 
+def _on_the_host(values: dict[str, Any], recipe: Recipe) -> None:
+    """Twice as many blocks, because the last one keeps its own on the device."""
+    sizes = values["schedule"]["stage_layers"]
+    values["schedule"].update(offload=list(RECOMPUTABLE), recompute=[], stage_layers=sizes and [2 * size for size in sizes])
+    values["model"]["layers"] *= 2
+
+
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
@@ -80,8 +87,7 @@ CASES: Mapping[str, Case] = {
              _route(capacity_factor=0.5, drop="position", drop_scope="sequence")),
         Case("recomputation", "state that counts twice if a forward runs twice",
              _set("schedule", recompute=list(RECOMPUTABLE))),
-        Case("activations on the host", "what an op keeps that comes back too late, or to another op",
-             _set("schedule", offload=list(RECOMPUTABLE), recompute=[])),
+        Case("activations on the host", "what an op keeps that comes back too late, or to another op", _on_the_host),
         Case("copied experts", "gradients that stay with copies of experts, or are added twice", _set("moe", copies=1)),
         Case("accumulation", "gradients scaled by the number of micro-batches", _accumulated),
     )

@@ -121,7 +121,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.gate(1)
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize(("name", "ahead"), STEPS)
 def test_a_step_stays_within_the_ledger(name: str, ahead: float) -> None:
     """Six blocks, five micro-batches: what is alive at the fullest moment is at most what is counted, and at least half of it."""
@@ -210,7 +210,7 @@ def test_a_slow_link_to_the_host_sets_the_pace(speed: float | None) -> None:
     assert (speed < 600) == ("exposed_host" in moving.breakdown)
 
 
-@pytest.mark.gate(1)
+@pytest.mark.gate(1 / 2)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("speed", [16.0, 64.0, 640.0])
 def test_parts_of_a_step_add_up_to_the_whole(pp: int, speed: float) -> None:

@@ -69,7 +69,10 @@ def train(rank: int, recipe: Any) -> dict[str, Any]:
             found = {**then, **{key: found[key] + then[key] for key in ("losses", "norms")}}
             engine.execution.copy_experts(tables_of(recipe, step + 1))
         copied = sum(count.calls for (name, _), count in groups.traffic.counts.items() if name == "copies")
+        copies = {parameter.untyped_storage().data_ptr() for parameter in engine.execution.copies.parameters}
     assert copied, "no weights have travelled"
+    if recipe.schedule.offload:
+        assert copies <= engine.execution.host._weights, "weights of copies go to the host"
     return found
 
 

@@ -137,7 +137,7 @@ def watched(most: int) -> Iterator[list[int]]:
     assert not away, "something was not fetched"
 
 
-@pytest.mark.gate(3)
+@pytest.mark.gate(2)
 @pytest.mark.parametrize("lanes", ["at once", "strict"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_nothing_on_the_host_is_alive_on_the_device(name: str, lanes: str) -> None:
