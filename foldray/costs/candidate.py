@@ -322,6 +322,15 @@ class PipelineLayout:
         return len(self.forms_at)
 
     @cached_property
+    def before(self) -> tuple[tuple[tuple[BlockSpec, tuple[BlockSpec, ...]], ...], ...]:
+        """For every form: its different blocks, and all blocks that go backward before any such block, in this order."""
+        found = []
+        for form in self.forms:
+            backward = form.blocks[::-1]
+            found.append(tuple((block, backward[: backward.index(block)]) for block in dict.fromkeys(backward)))
+        return tuple(found)
+
+    @cached_property
     def fullest(self) -> list[int]:
         """One position for each kind: among positions with equal stages, the first has most micro-batches in flight."""
         return list({forms: place for place, forms in reversed([*enumerate(self.forms_at)])}.values())

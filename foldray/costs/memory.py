@@ -17,13 +17,21 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.costs.activations import block_activations, freed_bytes, moved_bytes, operands, slices_of
+from foldray.costs.activations import (
+    block_activations,
+    combined_rows,
+    expert_activations,
+    freed_bytes,
+    moved_bytes,
+    operands,
+    slices_of,
+)
 from foldray.costs.bounds import ends_of
 from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Content, Pieces, PipelineLayout, Software
 from foldray.costs.device import FLOAT32
 from foldray.costs.rank import RankCosts, shared_by_fold, shared_by_ops
 from foldray.costs.updates import elements, moment
-from foldray.costs.working import after_backward, buffers, head_logits, in_chunks, networks, passing_keys, unreduced
+from foldray.costs.working import after_backward, buffers, exchanged, head_logits, in_chunks, networks, passing_keys, unreduced
 from foldray.finding import blocks_left
 from foldray.fold import Fold
 from foldray.graph import PipelineGraph
@@ -113,7 +121,7 @@ def peak_memory(
     keeping: Keeping = _NO_MORE,
 ) -> Memory:
     """Return the same as `ledger`, for all candidates with this layout, pipeline, pieces and keeping."""
-    rows = buffers(rank, pieces.slicing, imbalance)
+    rows = buffers(rank, pieces.slicing, imbalance, _alone(pieces, keeping))
     memories = [_position(rank, layout, place, pipeline, pieces, imbalance, keeping, rows) for place in layout.fullest]
     return max(memories, key=attrgetter("total"))
 
@@ -151,16 +159,50 @@ def _position(
         rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
     slicing = pieces.slicing
     logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
-    running = [_running(rank, block, pieces, imbalance) for block in size]
+    running = _fullest_backward(rank, layout, place, pieces, imbalance, size, keeping)
     updating = moment(rank, content) - several * unreduced(rank, content)
     behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
-    working = max(0.0, max(running) - logits, behind)
+    working = max(0.0, running - logits, behind)
     return Memory(weights, gradients, optimizer, kept, rows, logits, working, workspace)
 
 
+def _alone(pieces: Pieces, keeping: Keeping) -> bool:
+    """Whether no op runs beside those of another piece."""
+    return keeping == _NO_MORE and pieces.hiding == "nothing"
+
+
+def _fullest_backward(
+    rank: RankCosts,
+    layout: PipelineLayout,
+    place: int,
+    pieces: Pieces,
+    imbalance: float,
+    size: Mapping[BlockSpec, float],
+    keeping: Keeping,
+) -> float:
+    """Return the bytes that the fullest op of a position needs while it goes backward, beside what is kept and `buffers`.
+
+    Blocks go backward one after another, and those before have freed what they kept. Where pieces of several blocks overlap, the
+    last one of them may still have it. A found list has no such order, and while two micro-batches are woven, one keeps what the
+    other one frees.
+    """
+    in_order, overlaps = keeping == _NO_MORE, pieces.hiding == "all"
+    most = 0.0
+    for number in layout.forms_at[place]:
+        for block, before in layout.before[number]:
+            done = before[: len(before) - overlaps] if in_order else ()
+            need = _running(rank, block, pieces, imbalance, _alone(pieces, keeping))
+            most = max(most, need - pieces.batch_degree * sum(map(size.__getitem__, done)))
+    return most
+
+
 @shared_by_ops
-def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float) -> float:
-    """Return the bytes that a block's fullest op needs while it goes backward, with what it keeps for that if it runs again."""
+def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float, alone: bool) -> float:
+    """Return the bytes that a block's fullest op needs while it goes backward, with what it keeps for that if it runs again.
+
+    Args:
+        alone: whether attention goes backward alone. Then no rows travel, and experts have freed what they kept.
+    """
     slicing, sliced = pieces.slicing, slices_of(pieces.slicing)
     whole = block_activations(rank, block, (), sliced, imbalance)
 
@@ -169,8 +211,13 @@ def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float
         return max(kept, default=0.0) * max(cut) / slicing.length
 
     attends = max(need(rank, block, slicing, imbalance) for need in (passing_keys, in_chunks))
+    attends += again((ATTENTION,), slicing.attention)
+    if alone:
+        attends -= exchanged(rank, slicing, imbalance)
+        if block.moe:
+            attends -= expert_activations(rank, block, pieces.recompute, imbalance) + combined_rows(rank, block)
     feeds = networks(rank, block, slicing, imbalance) + again((EXPERT, FFN, SHARED), slicing.moe)
-    return max(attends + again((ATTENTION,), slicing.attention), feeds)
+    return max(attends, feeds)
 
 
 def kept_by_list(

@@ -18,17 +18,18 @@ from foldray.graph import Slicing
 from foldray.kinds import ATTENTION, EXPERT, FFN
 
 
-def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
+def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0, alone: bool = False) -> float:
     """Return the bytes of buffers.
 
     They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
     layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
     under ZeRO-3.
+
+    Args:
+        alone: whether no op runs beside those of another piece, so that only one piece has rows that travel.
     """
-    model, fold, b, travelling = rank.model, rank.fold, rank.device.bytes, rank.travelling
-    row = model.hidden * b + sum(travelling.beside)
-    rows = max(slicing.moe) * rank.sequences * (travelling.room + imbalance * travelling.fullest)
-    total = 2 * rows * row * (fold.ep > 1)
+    model, fold, b = rank.model, rank.fold, rank.device.bytes
+    total = (1 if alone else 2) * exchanged(rank, slicing, imbalance)
     total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
     if slicing.cuts_attention:
         widths = [_keys_and_values(rank, block.attention) for block in rank.job.different if not block.attention.linear]
@@ -37,6 +38,14 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
         by_kind = [[count for (of, _), count in rank.weights.items() if of == kind] for kind in (ATTENTION, EXPERT)]
         total += b * sum(max(numbers, default=0.0) for numbers in by_kind)
     return total
+
+
+def exchanged(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0) -> float:
+    """Return the bytes of the rows that a piece sends and receives."""
+    travelling = rank.travelling
+    row = rank.model.hidden * rank.device.bytes + sum(travelling.beside)
+    rows = max(slicing.moe) * rank.sequences * (travelling.room + imbalance * travelling.fullest)
+    return rows * row * (rank.fold.ep > 1)
 
 
 def head_logits(rank: RankCosts, tokens: int) -> float:

@@ -177,16 +177,14 @@ def test_the_heads_fullest_moment(case: Case) -> None:
 
 @cases(lambda case: case.zero < 2 or case.micro > 1)
 def test_the_fullest_op_beside_the_head(case: Case) -> None:
-    """The ledger's buffers are for two pieces, and here is one.
-
-    With a dense block before the MoE block, the ledger lets each be the fullest while the activations of both are there. One
+    """With a dense block before the MoE block, the ledger lets each be the fullest while the activations of both are there. One
     micro-batch of ZeRO-2 is left out: its sums come one by one, while activations go.
     """
     found = compared(case)
     content, slicing = found.candidate.layout.positions.content(0), found.candidate.pieces.slicing
     peak = max(each.peak for each in found.step.ops if each.op.kind not in (EMBED, HEAD, REDUCE)) - summed(found)
     work = max(networks(found.rank, block, slicing) for block, _ in content.blocks)
-    counted = kept(found) + buffers(found.rank, slicing) / 2 + work
+    counted = kept(found) + buffers(found.rank, slicing, alone=True) + work
     assert peak <= 1.05 * counted
     assert peak >= (0.95 if len(content.blocks) == 1 else 0.75) * counted
 
@@ -202,10 +200,10 @@ def test_gradients_that_leave_and_weights_that_come(case: Case) -> None:
 
 @cases()
 def test_the_whole_step(case: Case) -> None:
-    """The ledger without workspace is at least what a step needs. The buffers of a second piece are all that it has too much."""
+    """The ledger without workspace is at least what a step needs, and little more."""
     found = compared(case)
     peak = found.step.held + found.step.peak
-    assert 0.92 * (found.memory.total - found.memory.workspace) <= peak <= found.memory.total - found.memory.workspace
+    assert 0.95 * (found.memory.total - found.memory.workspace) <= peak <= found.memory.total - found.memory.workspace
 
 
 @cases(lambda case: case.zero < 2)

@@ -93,7 +93,7 @@ def peak(rank: int, recipe: Recipe) -> int:
 
 
 @pytest.mark.nightly("trains models of width 256 on up to four ranks")
-@pytest.mark.parametrize("case", cases(20), ids=str)
+@pytest.mark.parametrize("case", cases(40), ids=str)
 def test_the_ledger_counts_what_a_step_needs(ranks, case: Case) -> None:
     """It may count too much where moments are bounded that do not come together, and hardly ever too little."""
     candidate = as_candidate(case.recipe)
