@@ -18,11 +18,13 @@ class Activation(NamedTuple):
         name: the name in recipes.
         gated: whether the first product has two halves, a gate and values. Without a gate, it has values only.
         kernel: `module:NAME` of a `foldray.kernels.activations.Kernel`, or of a plain function of the first product.
+        beside: number of tensors like its result that its backward needs beside the gradients of both sides and the result.
     """
 
     name: str
     gated: bool
     kernel: str
+    beside: int = 0
 
     @property
     def inwards(self) -> tuple[str, ...]:
@@ -34,7 +36,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     row.name: row
     for row in (
         Activation("gated_silu", True, "foldray.kernels.activations:GATED_SILU"),
-        Activation("gated_clamped", True, "foldray.kernels.activations:GATED_CLAMPED"),
+        Activation("gated_clamped", True, "foldray.kernels.activations:GATED_CLAMPED", beside=1),
         Activation("gelu", False, "foldray.kernels.activations:GELU"),
     )
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from foldray.activations import find_activation
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.costs.candidate import Content
 from foldray.costs.device import FLOAT32
@@ -145,7 +146,8 @@ def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: F
     These are the gradients of both sides of the activation, and the activation's result again, for the rows that a rank would
     have if it had the whole width of the network.
     """
-    return (rows * (spec.width + 2 * spec.inner) + _weight_gradients(rank, kind, block, spec)) * rank.device.bytes
+    inner = (2 + find_activation(rank.model.ffn).beside) * spec.inner
+    return (rows * (spec.width + inner) + _weight_gradients(rank, kind, block, spec)) * rank.device.bytes
 
 
 def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedForwardSpec) -> float:

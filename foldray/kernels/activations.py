@@ -88,13 +88,13 @@ def _gated_clamped_backward(dh_NF: Tensor, up_NW: Tensor) -> tuple[Tensor, Tenso
     gate_NF, value_NF = up_NW.chunk(2, -1)
     dup_NW = torch.empty_like(up_NW)
     dgate_NF, dvalue_NF = dup_NW.chunk(2, -1)
-    slope_NF = gate_NF.clamp(max=_LIMIT)
+    slope_NF = torch.clamp(gate_NF, max=_LIMIT, out=dgate_NF)  # the place of the result is free until then
     more_NF = (_SLOPE * slope_NF).sigmoid_()
     h_NF = slope_NF * more_NF
-    torch.mul(dh_NF, h_NF, out=dvalue_NF).masked_fill_((value_NF > _LIMIT) | (value_NF < -_LIMIT), 0)
+    torch.mul(dh_NF, h_NF, out=dvalue_NF).masked_fill_(value_NF > _LIMIT, 0).masked_fill_(value_NF < -_LIMIT, 0)
     torch.mul(h_NF, more_NF, out=slope_NF).neg_().add_(h_NF).mul_(_SLOPE).add_(more_NF)  # of gate · sigmoid
     torch.clamp(value_NF, -_LIMIT, _LIMIT, out=more_NF).add_(1)
-    torch.mul(dh_NF.mul_(more_NF), slope_NF, out=dgate_NF).masked_fill_(gate_NF > _LIMIT, 0)
+    dgate_NF.mul_(dh_NF.mul_(more_NF)).masked_fill_(gate_NF > _LIMIT, 0)
     return h_NF.mul_(more_NF), dup_NW
 
 
