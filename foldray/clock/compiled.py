@@ -101,16 +101,20 @@ class CompiledSchedule(Generic[Class]):
         named = [graph.channel(op) for op in self.ops]
         self.channel_of = [-1 if name is None else channels.setdefault(name, len(channels)) for name in named]
         self.places = [graph.where(op) for op in self.ops]
-        self.queues = [self._queue(channel) for channel in range(len(channels))]
+        self.queues = self._queues(len(channels))
         self.waits: list[tuple[int, ...]] = []
         self.remote: list[tuple[int, ...]] = []
         self._link(partial)
 
-    def _queue(self, channel: int) -> list[int]:
-        """Return the order of a channel's ops, up to the first op in which its ends differ."""
-        ends = [[i for i in ops if self.channel_of[i] == channel] for ops in self.lists]
-        agreed = takewhile(lambda heads: len(set(heads)) == 1, zip(*filter(None, ends), strict=False))
-        return [heads[0] for heads in agreed]
+    def _queues(self, channels: int) -> list[list[int]]:
+        """Return the order of the ops of every channel, up to the first op in which its ends differ."""
+        ends: list[list[list[int]]] = [[[] for _ in self.lists] for _ in range(channels)]
+        for place, ops in enumerate(self.lists):
+            for i in ops:
+                if (channel := self.channel_of[i]) >= 0:
+                    ends[channel][place].append(i)
+        agreed = (takewhile(lambda heads: len(set(heads)) == 1, zip(*filter(None, each), strict=False)) for each in ends)
+        return [[heads[0] for heads in each] for each in agreed]
 
     def _link(self, partial: bool) -> None:
         """Fill `waits` and `remote`. The order of a list already implies its earlier computing ops."""

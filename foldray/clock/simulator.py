@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from foldray.clock.times import Cost, Issue, Span, times
+from foldray.clock.compiled import CompiledSchedule, Times
+from foldray.clock.times import Cost, Issue, Span, run, spans_of
 from foldray.graph import Graph, Op, Schedule
 
 
@@ -25,9 +26,19 @@ class Usage(NamedTuple):
 
 def usage(graph: Graph, spans: Mapping[Op, Span]) -> Usage:
     """Return the use of time by the ops of one rank."""
+    return _usage((graph.channel(op) is not None, span) for op, span in spans.items())
+
+
+def usages(compiled: CompiledSchedule, ran: Times) -> tuple[Usage, ...]:
+    """Return the use of time by the ops of each position in a run of its lists."""
+    return tuple(_usage((compiled.channel_of[i] >= 0, Span(ran.starts[i], ran.ends[i])) for i in ops) for ops in compiled.lists)
+
+
+def _usage(spans: Iterable[tuple[bool, Span]]) -> Usage:
+    """Return the use of time by spans, each with whether something travels in it."""
     by_use: tuple[list[Span], list[Span]] = [], []
-    for op, span in spans.items():
-        by_use[graph.channel(op) is not None].append(span)
+    for travels, span in spans:
+        by_use[travels].append(span)
     computing, talking = map(merged, by_use)
     both = length(merged([*computing, *talking]))
     return Usage(length(computing), length(talking), both - length(computing))
@@ -67,6 +78,6 @@ def simulate(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None =
     Raises:
         ScheduleError: the schedule cannot finish.
     """
-    spans = times(graph, schedule, cost, issue)
-    used = tuple(usage(graph, {op: spans[op] for op in ops}) for ops in schedule)
-    return Simulation(spans, max(span.end for span in spans.values()), used)
+    compiled = CompiledSchedule(graph, schedule, lambda op: op)
+    ran = run(compiled, cost, issue)
+    return Simulation(spans_of(compiled, ran), max(ran.ends), usages(compiled, ran))

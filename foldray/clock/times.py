@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from foldray.clock.compiled import COMPUTE, CompiledSchedule, Host, LaneSeconds
+from foldray.clock.compiled import COMPUTE, CompiledSchedule, Host, LaneSeconds, Times
 from foldray.graph.op import Op, Schedule
 from foldray.graph.pipeline_graph import Graph
 
@@ -64,6 +64,15 @@ def times(graph: Graph, schedule: Schedule, cost: Cost, issue: Issue | None = No
         issue: what the hosts need; None is no time.
     """
     compiled = CompiledSchedule(graph, schedule, lambda op: op)
+    return spans_of(compiled, run(compiled, cost, issue))
+
+
+def run(compiled: CompiledSchedule[Op], cost: Cost, issue: Issue | None = None) -> Times:
+    """Run lists once whose classes are ops. Other arguments are those of `times`."""
     host = issue and Host([*map(issue.seconds, compiled.classes)], [*map(issue.waits, compiled.classes)])
-    starts, ends, _ = compiled.run_once([cost(op) for op in compiled.classes], host)
-    return dict(zip(compiled.ops, map(Span, starts, ends), strict=True))
+    return compiled.run_once([*map(cost, compiled.classes)], host)
+
+
+def spans_of(compiled: CompiledSchedule[Op], ran: Times) -> dict[Op, Span]:
+    """Return the span of each op in a run of compiled lists."""
+    return dict(zip(compiled.ops, map(Span, ran.starts, ran.ends), strict=True))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
-from foldray.clock import Busy, OpCosts, Recording, busy
-from foldray.clock.simulator import Simulation, simulate
+from foldray.clock import Busy, CompiledSchedule, OpCosts, Recording, busy
+from foldray.clock.simulator import Simulation, simulate, usages
+from foldray.clock.times import run
 from foldray.costs.apart import ApartWork
 from foldray.costs.candidate import Candidate
 from foldray.costs.ops import OpWork
 from foldray.costs.prediction import Step
 from foldray.finding import find, first_list
-from foldray.graph import Op, Schedule, StepGraph
+from foldray.graph import Op, Reduction, Schedule, StepGraph
 from foldray.kinds import REDUCE
-from foldray.orders import ordered_schedule
+from foldray.orders import Ordering, ordered_schedule
 
 
 def simulate_step(candidate: Candidate, work: OpWork, quick: bool = False) -> Simulation:
@@ -56,9 +58,27 @@ def whole_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> fl
 
 def pass_seconds(candidate: Candidate, work: OpWork, quick: bool = False) -> float:
     """Return the seconds of a step as `whole_seconds` does, without the optimizer and the gather of weights."""
-    simulated = simulate_step(candidate, work, quick)
-    overlapped = max(used.communication - used.exposed for used in simulated.usage)
-    return simulated.seconds + work.rank.device.share["crowding"] * overlapped
+    compiled, crowding = _compiled(candidate, work, quick), work.rank.device.share["crowding"]
+    ran = run(compiled, work.cost, work.issue)
+    overlapped = max(used.communication - used.exposed for used in usages(compiled, ran)) if crowding else 0.0
+    return max(ran.ends) + crowding * overlapped
+
+
+def _compiled(candidate: Candidate, work: OpWork, quick: bool) -> CompiledSchedule[Op]:
+    """Return the compiled lists of a step. Its classes are the ops of the first micro-batch, which stand for those of all."""
+    graph, ordering = candidate.reducing, candidate.ordering
+    if graph.apart and not ordering.forward.row.found and not ordering.goes_by_costs:
+        return _compiled_pipe(graph.in_units, ordering.alive, ordering.reduction)
+    return CompiledSchedule(graph, _schedule(candidate, work, quick), _of_first)
+
+
+@lru_cache(maxsize=8)  # many candidates of a search differ in sizes alone
+def _compiled_pipe(graph: StepGraph, alive: int | None, reduction: Reduction) -> CompiledSchedule[Op]:
+    return CompiledSchedule(graph, ordered_schedule(graph, Ordering(alive=alive, reduction=reduction)), _of_first)
+
+
+def _of_first(op: Op) -> Op:
+    return Op(*op[:-1])
 
 
 class LongStep(NamedTuple):

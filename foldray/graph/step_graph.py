@@ -76,6 +76,17 @@ class StepGraph(StepOps):
         return {}
 
     def where(self, op: Op) -> tuple[int, ...]:
+        known, of_all = self._places_of, op[:3]  # the same for all pieces and micro-batches
+        if of_all not in known:
+            known[of_all] = self._place(op)
+        return known[of_all]
+
+    @cached_property
+    def _places_of(self) -> dict[tuple[str, Direction, int], tuple[int, ...]]:
+        """By op of the first piece and micro-batch, what `where` has found."""
+        return {}
+
+    def _place(self, op: Op) -> tuple[int, ...]:
         if op.kind == REDUCE:
             return (op.layer,)
         if op.kind == HANDOVER:
@@ -99,12 +110,18 @@ class StepGraph(StepOps):
         name = OP_KINDS[op.kind].travels
         if name is None:
             return None
-        if op.kind == OFFLOAD:
-            name = f"{name}_out" if op.direction == "F" else f"{name}_back"
-        ends = self.where(op)
-        if len(ends) == 1:
-            return name, *ends, *ends
-        return route(name, *ends)
+        known, of_all = self._channel_of, op[:3]
+        if of_all not in known:
+            if op.kind == OFFLOAD:
+                name = f"{name}_out" if op.direction == "F" else f"{name}_back"
+            ends = self.where(op)
+            known[of_all] = (name, *ends, *ends) if len(ends) == 1 else route(name, *ends)
+        return known[of_all]
+
+    @cached_property
+    def _channel_of(self) -> dict[tuple[str, Direction, int], Channel]:
+        """By op of the first piece and micro-batch, what `channel` has found."""
+        return {}
 
     def frees(self, op: Op) -> tuple[Op, ...]:
         if op.direction != "B" or OP_KINDS[op.kind].travels:

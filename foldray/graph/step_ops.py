@@ -169,6 +169,12 @@ class StepOps:
         """
         return replace(self, chunks=tuple(max(of_position, key=len) for of_position in zip(*ranks, strict=True)))
 
+    @property
+    def in_units(self) -> Self:
+        """The same step with pieces and chunks of no certain size. What needs what does not depend on sizes."""
+        chunks = tuple(tuple(chunk._replace(start=0, stop=0, bytes=0) for chunk in of_position) for of_position in self.chunks)
+        return replace(self, slicing=self.slicing.in_units, chunks=chunks)
+
     def alone(self, stages: tuple[tuple[BlockSpec, ...], ...], later: tuple[str, ...] = ()) -> Self:
         """Return a step of one micro-batch with the same cuts, through other stages at a position each, without reductions."""
         fewer = replace(self, chunks=(), places=(), later=later, copied=(), offloaded=())

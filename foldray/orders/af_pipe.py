@@ -21,10 +21,12 @@ either half and any number of micro-batches.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
+from math import inf
 from typing import NamedTuple
 
 from foldray.clock.times import UNITS
@@ -60,6 +62,36 @@ class _Pass(NamedTuple):
     micro_batch: int
 
 
+class _Line(NamedTuple):
+    """The halves that every micro-batch of a step goes through.
+
+    Args:
+        halves: for every half, its position and the units of time of its forward.
+    """
+
+    halves: tuple[tuple[int, int], ...]
+    positions: int
+    micro_batches: int
+    backward: bool
+
+    def least(self, alive: int) -> float:
+        """Return a lower bound of the units of time of a step in which `alive` micro-batches are on their way at once.
+
+        A position computes its halves of all micro-batches. One of these must come to it first, and one goes on from it last. And
+        no more than `alive` micro-batches share the time.
+        """
+        times, both = UNITS["F"] + UNITS["B"] * self.backward, 1 + self.backward
+        way, before, busy = 0, dict[int, int](), Counter[int]()
+        for place, (position, units) in enumerate(self.halves):
+            way += _WAY * both * (place > 0 and position != self.halves[place - 1][0])
+            before.setdefault(position, way)
+            busy[position] += times * units
+            way += times * units
+        ending = UNITS["B"] * self.halves[0][1] if self.backward else self.halves[-1][1]  # the next one may begin with it
+        there = max(before[position] + self.micro_batches * units for position, units in busy.items())
+        return max(there, self.micro_batches * (way - ending) / alive)
+
+
 Priority = Callable[[_Pass, int], tuple[int, ...]]
 """(a pass, number of positions) → its rank among the passes of its direction that wait; the smallest goes first."""
 
@@ -93,10 +125,8 @@ def _af_pipe(graph: StepGraph, alive: int | None) -> Schedule:
 def orders_of_halves(graph: StepGraph, alive: int | None = None) -> tuple[Schedule, dict[Op, tuple[int, int]]]:
     """Return the orders in which all positions compute in `af_pipe`, and when each op begins and ends on its clock."""
     halves, positions = list(chain(graph)), graph.positions
-    limits = [-(-positions * quarters // 4) for quarters in _QUARTERS] if alive is None else [alive]
-    runs = [_run(graph, halves, priority, limit) for limit in limits for priority in _PRIORITIES]
-    fastest = min(seconds for seconds, _ in runs)
-    passes = next(order for seconds, order in runs if seconds <= _NEARLY * fastest)
+    line = _Line(tuple((half.position, half.units) for half in halves), positions, graph.micro_batches, graph.backward)
+    passes = _passes(line, alive)
     orders: list[list[Op]] = [[] for _ in range(positions)]
     spans: dict[Op, tuple[int, int]] = {}
     forwards = [half.ops for half in halves]
@@ -148,24 +178,53 @@ def _attention(graph: StepGraph, layer: int) -> Iterator[Op]:
         yield from graph.pieces(HEAD, layer - 1)
 
 
-def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:
+def _ways(line: _Line, alive: int | None) -> list[tuple[int, Priority]]:
+    """Return pairs of a limit `alive` and a priority, the limit with the least memory first."""
+    limits = [-(-line.positions * quarters // 4) for quarters in _QUARTERS] if alive is None else [alive]
+    return list(product(limits, _PRIORITIES))
+
+
+@lru_cache(maxsize=16)  # they are the same whatever ops the halves have, and memory asks for them as well as lists
+def _passes(line: _Line, alive: int | None) -> list[tuple[_Pass, int]]:
+    """Return all passes with their starts. Of the ways to order them that are nearly as fast as the fastest one, take the first.
+
+    A way does not run if its bound says that it is not nearly as fast, or that one before it is nearly as fast as this one.
+    """
+    ways = _ways(line, alive)
+    least, runs = [line.least(limit) for limit, _ in ways], dict[int, tuple[int, list[tuple[_Pass, int]]]]()
+    fastest, first = inf, len(ways)
+    while True:
+        left = [
+            way
+            for way, bound in enumerate(least)
+            if way not in runs and bound <= _NEARLY * fastest and (way < first or runs[first][0] > _NEARLY * bound)
+        ]
+        if not left:
+            return runs[first][1]
+        way = min(left, key=lambda way: (least[way], way))
+        runs[way] = _run(line, ways[way][1], ways[way][0])
+        fastest = min(seconds for seconds, _ in runs.values())
+        first = min(way for way, (seconds, _) in runs.items() if seconds <= _NEARLY * fastest)
+
+
+def _run(line: _Line, priority: Priority, alive: int) -> tuple[int, list[tuple[_Pass, int]]]:
     """Run all passes on the clock. Return when the last one ends, and all with their starts, in the order of these."""
-    last, started, ended, order = len(halves) - 1, 0, 0, list[tuple[_Pass, int]]()
-    free = [0] * graph.positions  # when each position is free
-    turn: list[Direction] = ["F"] * graph.positions  # the direction that goes first if both wait
+    last, started, ended, order = len(line.halves) - 1, 0, 0, list[tuple[_Pass, int]]()
+    free = [0] * line.positions  # when each position is free
+    turn: list[Direction] = ["F"] * line.positions  # the direction that goes first if both wait
     ready = [{direction: list[tuple[tuple[int, ...], _Pass]]() for direction in _DIRECTIONS} for _ in free]
     events: list[tuple[int, _Pass | tuple[()]]] = [(0, ())]  # when a pass becomes ready, or a position may look again
     now = 0
     while events:
-        while started < graph.micro_batches and started - ended < alive:
+        while started < line.micro_batches and started - ended < alive:
             heapq.heappush(events, (now, _Pass("F", 0, started)))
             started += 1
         now = events[0][0]
         while events and events[0][0] == now:
             _, half_pass = heapq.heappop(events)
             if half_pass:
-                waiting = ready[halves[half_pass.half].position][half_pass.direction]
-                heapq.heappush(waiting, (priority(half_pass, graph.positions), half_pass))
+                waiting = ready[line.halves[half_pass.half][0]][half_pass.direction]
+                heapq.heappush(waiting, (priority(half_pass, line.positions), half_pass))
         for position, waits in enumerate(ready):
             going = [direction for direction in _DIRECTIONS if waits[direction]]
             if not going or free[position] > now:
@@ -174,14 +233,14 @@ def _run(graph: StepGraph, halves: list[Half], priority: Priority, alive: int) -
             half_pass = heapq.heappop(waits[direction])[-1]
             turn[position] = "B" if direction == "F" else "F"
             order.append((half_pass, now))
-            free[position] = end = now + UNITS[direction] * halves[half_pass.half].units
+            free[position] = end = now + UNITS[direction] * line.halves[half_pass.half][1]
             heapq.heappush(events, (end, ()))
-            if direction == "F" and half_pass.half == last and graph.backward:
+            if direction == "F" and half_pass.half == last and line.backward:
                 heapq.heappush(events, (end, _Pass("B", last, half_pass.micro_batch)))
             elif half_pass.half == (last if direction == "F" else 0):
                 ended += 1
             else:
                 onwards = half_pass.half + (1 if direction == "F" else -1)
-                arrival = end + _WAY * (halves[onwards].position != position)
+                arrival = end + _WAY * (line.halves[onwards][0] != position)
                 heapq.heappush(events, (arrival, _Pass(direction, onwards, half_pass.micro_batch)))
     return max(free), order

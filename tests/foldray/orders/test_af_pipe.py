@@ -12,7 +12,7 @@ from foldray.clock import COMPUTE, check, times
 from foldray.graph import Op, Place, Slicing, StepGraph
 from foldray.kinds import WITH_WEIGHTS
 from foldray.orders import Ordering, Overlap, position_list, step_schedule
-from foldray.orders.af_pipe import af_pipe, chain
+from foldray.orders.af_pipe import _NEARLY, _Line, _passes, _run, _ways, af_pipe, chain
 from tests.foldray.blocks import DENSE, FURTHER, MOE
 from tests.foldray.order import check_lists, peak
 from tests.gate import examples
@@ -177,3 +177,19 @@ def test_rows_that_travel_as_long_as_a_half_computes_stay_hidden(groups: int, vi
 
     whole = max(span.end for span in times(graph, af_pipe(graph), cost).values())
     assert 3 * virtual * micro_batches / whole > 0.86
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from([None, 1, 2, 5]),
+)
+@examples(100)
+def test_ways_that_do_not_run_would_not_have_been_taken(halves, micro_batches, backward, alive) -> None:
+    line = _Line(tuple(halves), 4, micro_batches, backward)
+    ways = _ways(line, alive)
+    runs = [_run(line, priority, limit) for limit, priority in ways]
+    assert all(line.least(limit) <= seconds for (limit, _), (seconds, _) in zip(ways, runs, strict=True))
+    fastest = min(seconds for seconds, _ in runs)
+    assert _passes(line, alive) == next(passes for seconds, passes in runs if seconds <= _NEARLY * fastest)
