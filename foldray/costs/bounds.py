@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -123,23 +124,28 @@ def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[st
 @shared_by_ops
 def stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
     """Return the work of a stage's forward and backward for one part of a micro-batch: blocks, embedding and head."""
+    return _stage_works(rank, content, pieces)
+
+
+def _stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
     blocks = [(_block_works(rank, block, pieces), count) for block, count in content.blocks]
     ends = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
-    forward, backward = (
-        _together(sum([totals[back].total for totals in ends]), [(works[back], count) for works, count in blocks])
-        for back in (False, True)
-    )
+    forward, backward = (_together(back, ends, blocks) for back in (False, True))
     return forward, backward
 
 
-def _together(ends: float, works: Sequence[tuple[PassWork, int]]) -> PassWork:
+def _together(
+    back: bool, ends: Sequence[tuple[Totals, Totals]], blocks: Sequence[tuple[tuple[PassWork, PassWork], int]]
+) -> PassWork:
     """Return the work of a pass: embedding and head, and several blocks of each kind."""
-    computed, travels, least, piece = ends, 0.0, ends, 0.0
-    for work, count in works:
-        computed += count * work.computed
-        travels += count * work.travels
-        least += count * work.least
-        piece += count * work.piece
+    computed = least = sum([totals[back].total for totals in ends]) if ends else 0
+    travels = piece = 0.0
+    for works, count in blocks:
+        of_block = works[back]
+        computed += count * of_block.computed
+        travels += count * of_block.travels
+        least += count * of_block.least
+        piece += count * of_block.piece
     return PassWork(computed, travels, least, piece)
 
 
@@ -156,7 +162,7 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
 @shared_by_ops
 def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBound:
     crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
-    for work in stage_works(rank, content, pieces):
+    for work in _stage_works(rank, content, pieces):  # few of these are asked for again
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
         piece += work.piece
@@ -198,15 +204,25 @@ def step_bound(
 
 
 def fold_bound(
-    rank: RankCosts, positions: Positions, hop: float, micro_batches: int, pieces: Pieces, behind: Sequence[float]
+    rank: RankCosts,
+    positions: Positions,
+    hop: float,
+    micro_batches: int,
+    pieces: Pieces,
+    behind: Sequence[float],
+    enough: float = math.inf,
 ) -> float:
     """Return a lower bound of the seconds of a step, for any number of stages per position.
 
     Args:
         hop: lower bound of the seconds until the stage after a position's first stage can begin, forward and backward.
         micro_batches, behind: as for `step_bound`.
+        enough: seconds from which on a bound need not be the largest one.
     """
-    first, bounds = behind[positions.number_at[0]], stage_bounds(rank, positions.different, pieces)
-    # The last of equal positions waits longest.
-    contents = zip(bounds, positions.last, behind, strict=True)
-    return max([micro_batches * bound + max(place * hop + first, after) for bound, place, after in contents])
+    first, bound = behind[positions.number_at[0]], 0.0
+    # The last of equal positions waits longest. The last position has a head, so its bound is often the largest.
+    for content, place, after in reversed([*zip(positions.different, positions.last, behind, strict=True)]):
+        bound = max(bound, micro_batches * _stage_bound(rank, content, pieces).seconds + max(place * hop + first, after))
+        if bound >= enough:
+            break
+    return bound

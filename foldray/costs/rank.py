@@ -159,6 +159,7 @@ class RankCosts(AttentionParts, MixtureParts):
         """The number of those that training changes."""
         return {key: cut + whole for key, (cut, whole) in self._weights(True).items()}
 
+    @shared_by_fold
     def _weights(self, trained: bool) -> dict[tuple[str, BlockSpec | None], tuple[float, float]]:
         """Return (parameters of matrices that TP, or EP and ETP, cut; parameters that every rank, or slice, holds whole)."""
         fold = self.fold

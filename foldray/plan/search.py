@@ -149,7 +149,7 @@ class Refinement:
             sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
             if ranks := self._holding([(self._rank(fold, n), n) for n in sorted(sizes)]):
                 # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
-                seconds = min(self._least_seconds(Group(*rank, ())) for rank, _ in ranks)
+                seconds = self._least_seconds([Group(*rank, ()) for rank, _ in ranks])
                 held = min(least for _, least in ranks)
                 yield Node(seconds, held, [Group(*rank, again) for rank, _ in ranks for again in self.space.recompute])
 
@@ -178,7 +178,7 @@ class Refinement:
             for group in what:
                 held = max(self._least_held(group), node.held)
                 if not needless(held):
-                    yield Node(max(self._least_seconds(group), node.seconds), held, group)
+                    yield Node(max(self._least_seconds([group]), node.seconds), held, group)
         elif isinstance(what, Group):
             yield from self._choices(node, what, needless)
         elif isinstance(what, Choice):
@@ -220,20 +220,21 @@ class Refinement:
                         what = Choice(group, rank, ordering, staging, memory)
                         yield Node(max(seconds, node.seconds), memory.total, what)
 
-    def _least_seconds(self, group: Group) -> float:
-        """Return a lower bound of the seconds of a group.
+    def _least_seconds(self, groups: Iterable[Group]) -> float:
+        """Return a lower bound of the seconds of some groups.
 
         It is the bound of whole sequences with all all-to-alls hidden. With context parallelism, slices can cost less than
         the ring of whole sequences. The bound is then the lower one of whole sequences and of the fewest slices.
         """
-        rank, stagings, micro_batches = group.rank, self._stagings(group), self._micro_batches(group)
-        fastest = self._fastest_pieces(_cut(rank.fold), group.recompute)
-        hops = [self._least_hop(group, pieces) for pieces in fastest]
         bound = math.inf
-        for positions in stagings.positions:
-            behind = least_behind(rank, positions)
-            for pieces, hop in zip(fastest, hops, strict=True):
-                bound = min(bound, fold_bound(rank, positions, hop, micro_batches, pieces, behind))
+        for group in groups:
+            rank, stagings, micro_batches = group.rank, self._stagings(group), self._micro_batches(group)
+            fastest = self._fastest_pieces(_cut(rank.fold), group.recompute)
+            hops = [self._least_hop(group, pieces) for pieces in fastest]
+            for positions in stagings.positions:
+                behind = least_behind(rank, positions)
+                for pieces, hop in zip(fastest, hops, strict=True):
+                    bound = min(bound, fold_bound(rank, positions, hop, micro_batches, pieces, behind, enough=bound))
         return self._slower * bound
 
     def _least_hop(self, group: Group, pieces: Pieces) -> float:
