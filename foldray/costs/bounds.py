@@ -121,13 +121,8 @@ def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[st
     return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)
 
 
-@shared_by_ops
 def stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
     """Return the work of a stage's forward and backward for one part of a micro-batch: blocks, embedding and head."""
-    return _stage_works(rank, content, pieces)
-
-
-def _stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
     blocks = [(_block_works(rank, block, pieces), count) for block, count in content.blocks]
     ends = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
     forward, backward = (_together(back, ends, blocks) for back in (False, True))
@@ -162,7 +157,7 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
 @shared_by_ops
 def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBound:
     crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
-    for work in _stage_works(rank, content, pieces):  # few of these are asked for again
+    for work in stage_works(rank, content, pieces):
         least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
         total += least + crowding * (work.computed + work.travels - least)
         piece += work.piece

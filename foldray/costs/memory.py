@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
@@ -119,14 +119,29 @@ def peak_memory(
     pieces: Pieces,
     imbalance: float = 1.0,
     keeping: Keeping = _NO_MORE,
+    too_much: Callable[[float], bool] = lambda held: False,
 ) -> Memory:
-    """Return the same as `ledger`, for all candidates with this layout, pipeline, pieces and keeping."""
-    rows = buffers(rank, pieces.slicing, imbalance, _alone(pieces, keeping))
-    memories = [_position(rank, layout, place, pipeline, pieces, imbalance, keeping, rows) for place in layout.fullest]
-    return max(memories, key=attrgetter("total"))
+    """Return the same as `ledger`, for all candidates with this layout, pipeline, pieces and keeping.
+
+    Args:
+        too_much: number of bytes → whether nobody asks what more than these are. Some of the memory is then enough.
+    """
+    rows, sliced = buffers(rank, pieces.slicing, imbalance, _alone(pieces, keeping)), slices_of(pieces.slicing)
+    away = {block: freed_bytes(rank, block, pieces.offload, sliced, imbalance) for block in rank.job.different}
+    size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) - away[block] for block in away}
+    memories = list[Memory]()
+    for place in reversed(layout.fullest):  # the first position keeps most micro-batches
+        memory = _idle(rank, layout, place, pipeline, pieces, imbalance, keeping, rows, size, away)
+        if not too_much(memory.total):
+            running = _fullest_backward(rank, layout, place, pieces, imbalance, size, keeping)
+            memory = memory._replace(working=max(memory.working, running - memory.logits))
+        if too_much(memory.total):
+            return memory
+        memories.append(memory)
+    return max(reversed(memories), key=attrgetter("total"))
 
 
-def _position(
+def _idle(
     rank: RankCosts,
     layout: PipelineLayout,
     place: int,
@@ -135,35 +150,55 @@ def _position(
     imbalance: float,
     keeping: Keeping,
     rows: float,
+    size: Mapping[BlockSpec, float],
+    away: Mapping[BlockSpec, float],
 ) -> Memory:
-    content, sliced = layout.positions.content(place), slices_of(pieces.slicing)
+    """Return the memory of a position without what its ops need while they run.
+
+    Args:
+        size, away: bytes that each block keeps on the device and on the host.
+    """
+    content = layout.positions.content(place)
     flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
-    away = {block: freed_bytes(rank, block, pieces.offload, sliced, imbalance) for block, _ in content.blocks}
-    size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) - away[block] for block in away}
     if keeping.ahead is not None:
+        size = {block: size[block] for block, _ in content.blocks}
         left = {block: operands(rank, block, imbalance) for block in size}
         in_order, less = sum(count for _, count in flying), bool(pieces.recompute or pieces.offload)
         kept = kept_by_list(content.blocks, size, left, in_order, pipeline.micro_batches, keeping.ahead, less)
     else:
-        kept = sum(count * size[block] for block, count in flying) + keeping.woven * max(size.values())
-    kept += fullest(content.blocks, away, keeping.on_the_way(pipeline.virtual_stages), pipeline.micro_batches)
+        kept = sum([count * size[block] for block, count in flying])
+        kept += keeping.woven * max([size[block] for block, _ in content.blocks])
+    if pieces.offload:
+        kept += fullest(content.blocks, away, keeping.on_the_way(pipeline.virtual_stages), pipeline.micro_batches)
     several, workspace = pipeline.micro_batches * pieces.batch_degree > 1, rank.device.share["workspace"] * GIB
+    weights, gradients, optimizer, behind = _at_rest(rank, content, several)
+    kept *= pieces.batch_degree
+    if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
+        rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
+    slicing = pieces.slicing
+    logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
+    return Memory(weights, gradients, optimizer, kept, rows, logits, max(0.0, behind - kept - rows - logits), workspace)
+
+
+class _Resting(NamedTuple):
+    """Bytes of a position whatever its activations are: as in `Held`, and those that it needs for a while after backward."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    behind: float
+
+
+@shared_by_fold
+def _at_rest(rank: RankCosts, content: Content, several: bool) -> _Resting:
     weights, gradients, optimizer = content_parameters(rank, content)
     gradients += several * unreduced(rank, content)
     if (copied := rank.copied) is not None:  # sums of one micro-batch go home block by block
         mixed = sum(count for block, count in content.blocks if block.moe)
         weights += copied.room * copied.expert * mixed
         gradients += copied.room * copied.sums * (mixed if several else min(mixed, 2)) if copied.copies else 0.0
-    kept *= pieces.batch_degree
-    if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
-        rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
-    slicing = pieces.slicing
-    logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
-    running = _fullest_backward(rank, layout, place, pieces, imbalance, size, keeping)
     updating = moment(rank, content) - several * unreduced(rank, content)
-    behind = max(after_backward(rank, content, several), updating) - kept - rows - logits
-    working = max(0.0, running - logits, behind)
-    return Memory(weights, gradients, optimizer, kept, rows, logits, working, workspace)
+    return _Resting(weights, gradients, optimizer, max(after_backward(rank, content, several), updating))
 
 
 def _alone(pieces: Pieces, keeping: Keeping) -> bool:
@@ -268,12 +303,13 @@ def least_memory(
 
     The bound counts parameters, activations of whole sequences and the workspace, but nothing that goes to the host.
     """
-    most = 0.0
+    most, size = 0.0, dict[BlockSpec, float]()
+    for block in rank.job.different:
+        size[block] = block_activations(rank, block, recompute, 0, imbalance) - freed_bytes(rank, block, offload, 0, imbalance)
     for place in layout.fullest:
         held = sum(content_parameters(rank, layout.positions.content(place)))
         for block, count in blocks_in_flight(layout, pipeline, place):
-            kept = block_activations(rank, block, recompute, 0, imbalance) - freed_bytes(rank, block, offload, 0, imbalance)
-            held += count * kept
+            held += count * size[block]
         most = max(most, held)
     return most + rank.device.share["workspace"] * GIB
 

@@ -209,7 +209,7 @@ class Refinement:
                 for pieces, orderings in self._orderings(_cut(fold), parts, group.recompute).items():
                     memory = memories.get(pieces.slicing)  # which is the same whatever is hidden
                     if memory is None:
-                        memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance)
+                        memory = peak_memory(rank, layout, staging.pipeline, pieces, self.space.imbalance, too_much=needless)
                         memories[pieces.slicing] = memory
                     if needless(memory.total):
                         continue
