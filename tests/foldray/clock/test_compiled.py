@@ -177,3 +177,11 @@ def test_what_nobody_posts_never_travels() -> None:
     for compiled in (CompiledSchedule(graph, lists, lambda op: None), CompiledSchedule(graph, lists, lambda op: op.kind)):
         with pytest.raises(ScheduleError, match=r"position 0 for the end of handover F0\.0$"):
             compiled.run([((COMPUTE, 1.0),)] * len(compiled.classes))
+
+
+def test_ends_of_a_channel_that_differ_wait_for_each_other() -> None:
+    graph = PipelineGraph(2, 2, backward=False)
+    sent, taken = [handover("F", 0, 0), handover("F", 0, 1)], [handover("F", 0, 1), handover("F", 0, 0)]
+    lists = ((stage("F", 0, 0), stage("F", 0, 1), *sent), (*taken, stage("F", 1, 0), stage("F", 1, 1)))
+    with pytest.raises(ScheduleError, match=r"position 1 in F1\.0 for handover F0\.0"):
+        CompiledSchedule(graph, lists, lambda op: None).run([((COMPUTE, 1.0),)])

@@ -15,7 +15,7 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import Link, load_hardware
 from foldray.costs.ops import OpWork
-from foldray.costs.whole import simulate_step, whole_seconds
+from foldray.costs.whole import pass_seconds, simulate_step, whole_seconds
 from foldray.fold import Fold
 from foldray.graph import Op
 from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, HEAD, MERGE, ROUTE, SHARED
@@ -206,3 +206,20 @@ def test_lists_need_more_memory_by_what_they_may_keep() -> None:
     for side in range(2):
         assert named[side].activations <= none[side].activations < one[side].activations
         assert named[side].buffers == none[side].buffers == one[side].buffers
+
+
+def test_steps_that_differ_in_sizes_alone_share_lists_and_not_costs() -> None:
+    crowded = replace(DEVICE, changed={"crowding": 0.3})
+    one, alike, fewer, again = (
+        ApartWork(Candidate(JOB, Fold(16, tp=tp, ep=8, expert_ranks=8), Ordering(**way), tp), Sides(crowded, crowded))
+        for tp, way in ((1, {}), (2, {}), (1, {"alive": 2}), (2, {"recompute": (EXPERT,)}))
+    )
+    assert one.candidate.graph != alike.candidate.graph
+    assert one.candidate.reducing.in_units == alike.candidate.reducing.in_units != again.candidate.reducing.in_units
+    seconds = list[float]()
+    for each in (one, alike, fewer, again):
+        simulated = simulate_step(each.candidate, each)
+        overlapped = max(used.communication - used.exposed for used in simulated.usage)
+        seconds.append(pass_seconds(each.candidate, each))
+        assert seconds[-1] == simulated.seconds + 0.3 * overlapped
+    assert len(set(seconds)) == 4

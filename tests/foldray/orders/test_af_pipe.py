@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from foldray.clock import COMPUTE, check, times
@@ -185,6 +185,8 @@ def test_rows_that_travel_as_long_as_a_half_computes_stay_hidden(groups: int, vi
     st.booleans(),
     st.sampled_from([None, 1, 2, 5]),
 )
+@example([(2, 0), (0, 0)], 16, True, None)  # a way is taken whose bound is between the fastest one and a little more
+@example([(0, 1), (1, 1)], 3, False, 1)  # a micro-batch begins while the last half of the one before runs
 @examples(100)
 def test_ways_that_do_not_run_would_not_have_been_taken(halves, micro_batches, backward, alive) -> None:
     line = _Line(tuple(halves), 4, micro_batches, backward)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from foldray.blueprint import ModelSpec, Ownership
-from foldray.costs.bounds import stage_bounds
+from foldray.costs.bounds import fold_bound, stage_bounds
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
@@ -93,6 +94,38 @@ def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, 
             other.prediction.seconds <= each.prediction.seconds and other.memory.total <= each.memory.total
             for other in found.front
         )
+
+
+def test_a_bound_is_that_of_its_best_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the bounds of others leave out once they are too large."""
+    refinement = Refinement(space(8, {"dense_first": 1}))
+    folds = [node.what for node in refinement.folds() if isinstance(node.what, list)]
+    together = [refinement._least_seconds(groups) for groups in folds]
+
+    def whole(*given: Any, enough: float) -> float:
+        bound = fold_bound(*given)
+        for share in (0.5, 0.9, 1.0, 1.1):
+            some = fold_bound(*given, enough=share * bound)
+            assert some == bound if share > 1 else share * bound <= some <= bound
+        return bound
+
+    monkeypatch.setattr("foldray.plan.search.fold_bound", whole)
+    assert together == [min(refinement._least_seconds([group]) for group in groups) for groups in folds]
+
+
+def test_memory_that_is_too_much_leaves_out_nothing_else() -> None:
+    refinement = Refinement(space(4))
+    for fold in refinement.folds():
+        for group in refinement.refined(fold, lambda held: False):
+            chosen = chosen_within(refinement, group, math.inf)
+            limit = chosen[len(chosen) // 2][0].total
+            assert chosen_within(refinement, group, limit) == [each for each in chosen if each[0].total < limit]
+
+
+def chosen_within(refinement: Refinement, group: Any, limit: float) -> list[tuple[Any, ...]]:
+    """Return memory, order and stages of the choices of a group that need less memory than a limit."""
+    choices = [node.what for node in refinement.refined(group, lambda held: held >= limit)]
+    return [(choice.memory, choice.ordering, choice.staging) for choice in choices]  # type: ignore[union-attr]
 
 
 def test_settled_sizes_are_kept() -> None:
