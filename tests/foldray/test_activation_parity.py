@@ -107,3 +107,25 @@ def test_the_host_gives_back_the_same_bits(ranks: Any, name: str) -> None:
         for ours, theirs in zip(found, plain, strict=True):
             assert ours["losses"] == theirs["losses"]
             assert all(torch.equal(ours["weights"][key].tensor, held.tensor) for key, held in theirs["weights"].items())
+
+
+def _plainly(rank: int, recipe: Recipe) -> dict[str, Any]:
+    with engine_on(recipe, rank) as (engine, groups):
+        found = go_by_times(engine, groups, recipe, _STEPS)
+        return {**found, "sent": engine.execution.host.sent}
+
+
+@pytest.mark.nightly("DeepSpeed six times")
+@pytest.mark.parametrize(("zero", "reduction"), [(1, "end"), (1, "buckets"), (2, "chunks")])
+def test_deepspeed_computes_the_same_bits(ranks: Any, zero: int, reduction: str) -> None:
+    """DeepSpeed has collectives of its own, so communicators and lanes are plain."""
+    found = []
+    for kinds in (_ALL, []):
+        schedule = {"kind": "stream", "degree": 2, "reduction": reduction, "offload": kinds}
+        engine, moe = {"kind": "deepspeed", "zero": zero}, {"experts": "grouped"}
+        recipe = make_recipe(2, 2, precision="float32", model=_FOUR, engine=engine, schedule=schedule, moe=moe)
+        found.append(ranks(2).run(_plainly, recipe))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours["sent"] > 0, theirs["sent"]) == (True, 0)
+        assert ours["losses"] == theirs["losses"]
+        assert all(torch.equal(ours["weights"][key].tensor, held.tensor) for key, held in theirs["weights"].items())

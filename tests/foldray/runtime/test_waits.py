@@ -53,6 +53,7 @@ CASES = {
     ),
     "dropping": Case(1, {}, {"model": {"router": {"capacity_factor": 1.0}}}, DROPS),
     "computed again": Case(1, {}, {"model": {"moe_every": 2}, "schedule": {"recompute": RECOMPUTE}}, {}),
+    "activations on the host": Case(1, {}, {"schedule": {"offload": RECOMPUTE}, "model": {"layers": 3}}, {}),
     "four pieces": Case(1, {}, {"schedule": {"kind": "stream", "degree": 4}}, {}),
     "gradients of weights apart": Case(1, {}, {"schedule": {"kind": "stream", "degree": 2, "weight_gradients": "apart"}}, {}),
     "other layers": Case(
