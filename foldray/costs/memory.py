@@ -22,7 +22,6 @@ from foldray.costs.activations import (
     combined_rows,
     expert_activations,
     freed_bytes,
-    moved_bytes,
     operands,
     slices_of,
 )
@@ -394,34 +393,3 @@ def blocks_in_flight(
         for block, count in layout.contents[layout.form_of[stage]].blocks:
             counts[block] += flying * count
     return list(counts.items())
-
-
-class Moved(NamedTuple):
-    """What a rank's ops keep on the host for their backward, at the pipeline position that keeps most there.
-
-    Args:
-        held: bytes on the host, of all micro-batches in flight.
-        travels: bytes between host and device in a step, both ways together.
-    """
-
-    held: float
-    travels: float
-
-
-def moved(candidate: Candidate, rank: RankCosts) -> Moved | None:
-    """Return what a candidate's ops keep on the host; None if they keep nothing there."""
-    ordering, layout, pipeline = candidate.ordering, candidate.layout, candidate.pipeline
-    if not ordering.offload:
-        return None
-    sliced, parts = slices_of(candidate.pieces.slicing), ordering.batch_degree
-
-    def bytes_(block: BlockSpec) -> float:
-        return parts * sum(moved_bytes(rank, block, kind, sliced) for kind in ordering.offload)
-
-    found = list[Moved]()
-    for place in range(layout.pp):
-        flying, forms = blocks_in_flight(layout, pipeline, place), [layout.forms[number] for number in layout.forms_at[place]]
-        held = sum(count * bytes_(block) for block, count in flying)
-        passes = sum(bytes_(block) for form in forms for block in form.blocks[: len(form.blocks) - form.last])
-        found.append(Moved(held, 2 * candidate.micro_batches * passes))
-    return max(found)

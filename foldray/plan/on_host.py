@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from foldray.costs.hardware import Hardware
-from foldray.costs.memory import GIB, Moved
+from foldray.costs.memory import GIB
+from foldray.costs.moved import Moved
 from foldray.costs.offload import Offloaded
 
 

@@ -32,7 +32,8 @@ from foldray.costs.bounds import fold_bound, hop_bounds, least_computed, stage_b
 from foldray.costs.candidate import Candidate, Content, Pieces, StageForm
 from foldray.costs.device import Device
 from foldray.costs.memo import Memo, Table, shared
-from foldray.costs.memory import GIB, Memory, Moved, least_memory, moved, peak_memory
+from foldray.costs.memory import GIB, Memory, least_memory, peak_memory
+from foldray.costs.moved import Moved, moved
 from foldray.costs.offload import Offloaded, offloaded
 from foldray.costs.ops import OpWork
 from foldray.costs.passes import with_best_lags

@@ -21,7 +21,8 @@ from foldray.costs.activations import block_activations, freed_bytes, moved_byte
 from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
-from foldray.costs.memory import GIB, ledger, moved
+from foldray.costs.memory import GIB, ledger
+from foldray.costs.moved import moved
 from foldray.costs.ops import OpWork
 from foldray.costs.prediction import predict
 from foldray.costs.rank import RankCosts
