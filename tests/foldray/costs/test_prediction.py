@@ -184,8 +184,11 @@ def test_gathered_keys_wait_and_those_of_a_ring_do_not(back: bool) -> None:
 
 
 def test_gathered_keys_take_memory() -> None:
-    """Eight ranks' keys and values with float32 gradients are there at once, or two ranks' beside a rank's own."""
-    model = MODEL.model_copy(update={"heads": 64, "kv_heads": 64, "vocab": 256})
+    """Eight ranks' keys and values with float32 gradients are there at once, or two ranks' beside a rank's own.
+
+    Experts are small, so that attention is the fullest op.
+    """
+    model = MODEL.model_copy(update={"heads": 64, "kv_heads": 64, "vocab": 256, "topk": 1, "expert_hidden": 256})
     base = candidate("sequential", 1, {"cp": 8, "ep": 8}, model=model)
     work = []
     for way in ("ring", "all_gather"):
