@@ -162,8 +162,7 @@ def _linear(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced:
     With CP, it keeps the maps of all chunks of a slice, and the states between them.
     """
     fold, b, local = rank.fold, rank.device.bytes, spec.cut(rank.fold.tp)
-    wide, chunks = max(FLOAT32, b), 2 * fold.cp if fold.cp > 1 else 0
-    carried = rank.sequences * (local.state * wide + local.tail * b)
+    wide, chunks, carried = max(FLOAT32, b), 2 * fold.cp if fold.cp > 1 else 0, _carried(rank, spec)
     if again:
         return carried * max(0, sliced - 1)
     made = sum(width for _, width in local.inputs.values()) + sum(local.downs.values())
@@ -171,6 +170,14 @@ def _linear(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, sliced:
     numbers = n * fold.tp * (rank.model.hidden + made + local.outputs)
     numbers += n * rank.model.hidden * (fold.tp > 1 and bool(local.downs))  # the piece that narrow vectors are made of
     return numbers * b + max(1, sliced) * (carried + rank.sequences * maps)
+
+
+def _carried(rank: RankCosts, spec: AttentionSpec) -> float:
+    """Return the bytes with which a slice of linear attention begins: a state, and the last inputs of its convolution."""
+    if not spec.linear:
+        return 0.0
+    local, b = spec.cut(rank.fold.tp), rank.device.bytes
+    return rank.sequences * (local.state * max(FLOAT32, b) + local.tail * b)
 
 
 def _latent(rank: RankCosts, spec: AttentionSpec, n: float, sliced: int) -> float:
@@ -202,7 +209,9 @@ def moved_bytes(rank: RankCosts, block: BlockSpec, kind: str, sliced: int = 0, i
     freed = freed_bytes(rank, block, (kind,), sliced, imbalance)
     # Without TP, the input of the shared expert is on the device still, because the router keeps it, too.
     shares = kind == SHARED and freed and rank.fold.tp == 1 and rank.model.adapter is None
-    return freed + shares * _residual(rank)
+    # What a slice of linear attention begins with travels, and is on the device as well.
+    carried = _carried(rank, block.attention) * max(0, sliced - 1) if kind == ATTENTION else 0.0
+    return freed + shares * _residual(rank) + carried
 
 
 @shared_by_ops

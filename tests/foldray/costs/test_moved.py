@@ -151,9 +151,10 @@ class _Either:
         return any(member in each for each in self._both)
 
 
-def _alive() -> set[int]:
+def _alive() -> dict[int, torch.Tensor]:
+    """Return all tensors by their addresses. As long as they are kept, no other tensor has these addresses."""
     gc.collect()
-    return {storage(each)[0] for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+    return {storage(each)[0]: each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
 
 
 # By hand.
