@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from foldray.blueprint import BlockSpec, ModelSpec, Ownership, pattern_shares, stage_positions, step_flops
@@ -322,13 +323,9 @@ class PipelineLayout:
         return len(self.forms_at)
 
     @cached_property
-    def before(self) -> tuple[tuple[tuple[BlockSpec, tuple[BlockSpec, ...]], ...], ...]:
-        """For every form: its different blocks, and all blocks that go backward before any such block, in this order."""
-        found = []
-        for form in self.forms:
-            backward = form.blocks[::-1]
-            found.append(tuple((block, backward[: backward.index(block)]) for block in dict.fromkeys(backward)))
-        return tuple(found)
+    def backward(self) -> tuple[tuple[tuple[BlockSpec, int], ...], ...]:
+        """For every form: its blocks in the order in which they go backward, as (block, how many of them in a row)."""
+        return tuple(tuple((block, len([*row])) for block, row in groupby(reversed(form.blocks))) for form in self.forms)
 
     @cached_property
     def fullest(self) -> list[int]:

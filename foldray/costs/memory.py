@@ -220,13 +220,14 @@ def _fullest_backward(
     last one of them may still have it. A found list has no such order, and while two micro-batches are woven, one keeps what the
     other one frees.
     """
-    in_order, overlaps = keeping == _NO_MORE, pieces.hiding == "all"
+    parts, overlaps, alone = pieces.batch_degree * (keeping == _NO_MORE), pieces.hiding == "all", _alone(pieces, keeping)
     most = 0.0
     for number in layout.forms_at[place]:
-        for block, before in layout.before[number]:
-            done = before[: len(before) - overlaps] if in_order else ()
-            need = _running(rank, block, pieces, imbalance, _alone(pieces, keeping))
-            most = max(most, need - pieces.batch_degree * sum(map(size.__getitem__, done)))
+        freed = last = 0.0  # by all blocks before, and by the last one of them
+        for block, count in layout.backward[number]:
+            most = max(most, _running(rank, block, pieces, imbalance, alone) - (freed - last * overlaps))
+            last = parts * size[block]
+            freed += count * last
     return most
 
 

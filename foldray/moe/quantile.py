@@ -16,7 +16,7 @@ import torch
 BINS = 1000  # as in Kimi K3's report; margins within a bin are taken as even
 
 
-def span(bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _span(bias_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least and the largest margin that scores from 0 to 1 can have: two scalars."""
     return bias_E.min() - 1, bias_E.max() + 1
 
@@ -31,7 +31,7 @@ def add_margins(count_EQ: torch.Tensor, score_TE: torch.Tensor, bias_E: torch.Te
     """
     experts, bins = count_EQ.shape
     threshold_T1 = (score_TE + bias_E).topk(topk + 1, dim=-1).values[:, topk:]
-    low, high = span(bias_E)
+    low, high = _span(bias_E)
     place_TE = (threshold_T1 - score_TE - low) * (bins / (high - low))
     known_T1 = place_TE.isfinite().all(-1, keepdim=True)
     bin_TE = torch.where(known_T1, place_TE, 0).long().clamp_(0, bins - 1)
@@ -47,7 +47,7 @@ def balanced_bias(count_EQ: torch.Tensor, bias_E: torch.Tensor, topk: int) -> to
         bias_E: the bias of the step.
     """
     experts, bins = count_EQ.shape
-    low, high = span(bias_E)
+    low, high = _span(bias_E)
     until_EQ = count_EQ.cumsum(-1)
     share_E1 = until_EQ[:, -1:].double() * (topk / experts)
     bin_E1 = (until_EQ < share_E1).sum(-1, keepdim=True).clamp_max(bins - 1)
