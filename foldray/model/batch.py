@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from foldray.blueprint import ModelSpec
 from foldray.comm import Communicator
+from foldray.moe import Balance
 
 IGNORED = -100
 """A target that does not count, such as padding or a user's words in a conversation (PyTorch's default `ignore_index`)."""
@@ -123,9 +125,36 @@ class Losses(NamedTuple):
     further_D: torch.Tensor
     further_tokens_D: torch.Tensor
 
+    @classmethod
+    def zero(cls, model: ModelSpec, device: torch.device) -> Losses:
+        """Return the losses of no micro-batch."""
+        zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
+        blocks, further = len(model.moe_layers), (model.mtp_depth,)
+        count_ME = none.new_zeros(blocks, model.experts if blocks else 0)
+        return cls(zero, zero, zero, none, none, count_ME, none, none, zero.new_zeros(further), none.new_zeros(further))
+
     def plus(self, **values: torch.Tensor) -> Losses:
         """Return these losses with values added to some fields."""
         return self._replace(**{name: getattr(self, name) + value for name, value in values.items()})
+
+    def with_language(self, depth: int, loss: torch.Tensor) -> Losses:
+        """Return these losses with a sum of the tokens `depth` after the next one added."""
+        if depth == 0:
+            return self.plus(language=loss)
+        further_D = self.further_D.clone()
+        further_D[depth - 1] += loss
+        return self._replace(further_D=further_D)
+
+    def with_router(self, block: int, balance: Balance) -> Losses:
+        """Return these losses with those of a router added.
+
+        Args:
+            block: number of the MoE block among those of the model.
+        """
+        balance_loss, z = (value.detach().double() / len(self.count_ME) for value in balance.losses())
+        count_ME = self.count_ME.clone()
+        count_ME[block] += balance.tally.count_BE.sum(0)
+        return self.plus(balance=balance_loss, z=z, dropped=balance.tally.dropped)._replace(count_ME=count_ME)
 
     def means(self) -> torch.Tensor:
         """Return language per token, balance per sequence and z per sequence: float64 [3]."""

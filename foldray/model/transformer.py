@@ -106,10 +106,10 @@ class Transformer(nn.Module):
             x_BsH, balance = self._whole_block(x_BsH, layer, batch, place)
             if balance is not None:
                 objective = objective + balance.objective(self.spec.router) / losses.sequences
-                losses = self.with_router(losses, layer, balance)
+                losses = losses.with_router(self.spec.moe_layers.index(layer), balance)
             if (depth := self.depth(layer)) is not None:
                 loss, reported = self.head_loss(x_BsH, batch, range(x_BsH.shape[1]), depth)
-                objective, losses = objective + loss * self._weight(losses, depth), self.with_loss(losses, depth, reported)
+                objective, losses = objective + loss * self._weight(losses, depth), losses.with_language(depth, reported)
         return objective, losses
 
     def _weight(self, losses: Losses, depth: int) -> torch.Tensor:
@@ -147,21 +147,13 @@ class Transformer(nn.Module):
         """Return logits of this rank's vocabulary from outputs of the last block: [B, s, H] → [B, S, V]."""
         return self._head.logits(self._to_head(x_BsH))
 
-    def no_losses(self) -> Losses:
-        """Return losses of zero."""
-        device = next(self.parameters()).device
-        zero, none = (torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))
-        blocks, further = len(self.spec.moe_layers), (self.spec.mtp_depth,)
-        count_ME = none.new_zeros(blocks, self.spec.experts if blocks else 0)
-        return Losses(zero, zero, zero, none, none, count_ME, none, none, zero.new_zeros(further), none.new_zeros(further))
-
     def start_losses(self, batch: Batch) -> Losses:
         """Return losses of zero with the numbers of counted tokens and sequences of a batch.
 
         Of the ranks that read the same sequences, only the first has these numbers, so that a sum over ranks counts them
         once.
         """
-        losses = self.no_losses()
+        losses = Losses.zero(self.spec, next(self.parameters()).device)
         place = self.groups.coordinate.get("attention")
         if place is None or place["tp"] or place["cp"] or place["pp"]:
             return losses
@@ -350,22 +342,6 @@ class Transformer(nn.Module):
 
     def _norm(self, depth: int) -> Norm:
         return self.block(self.spec.layers - 1 + depth).mtp.final_norm if depth else self.final_norm
-
-    def with_loss(self, losses: Losses, depth: int, reported: torch.Tensor) -> Losses:
-        """Return these losses with a language loss added at a depth."""
-        if depth == 0:
-            return losses.plus(language=reported)
-        further_D = losses.further_D.clone()
-        further_D[depth - 1] += reported
-        return losses._replace(further_D=further_D)
-
-    def with_router(self, losses: Losses, layer: int, balance: Balance) -> Losses:
-        """Return these losses with the contribution of a MoE block's router."""
-        blocks, (balance_loss, z) = self.spec.moe_layers, (value.detach().double() for value in balance.losses())
-        count_ME = losses.count_ME.clone()
-        count_ME[blocks.index(layer)] += balance.tally.count_BE.sum(0)
-        losses = losses.plus(balance=balance_loss / len(blocks), z=z / len(blocks), dropped=balance.tally.dropped)
-        return losses._replace(count_ME=count_ME)
 
     def parameters_of(self, kind: str, layer: int) -> list[nn.Parameter]:
         """Return this rank's parameters that get a gradient from the backward of ops of this kind and block."""

@@ -165,7 +165,7 @@ class MicroBatch(MicroBatchState):
             return Computed([language], reported)
 
         _, reported = self.graphs.compute(op, head, x_BsH, beside=[*self._given, *weight])
-        self.losses = self.model.with_loss(self.losses, depth, reported)
+        self.losses = self.losses.with_language(depth, reported)
 
     # Backward.
 
@@ -270,7 +270,8 @@ class MicroBatch(MicroBatchState):
             self._tallies[op.layer] = tally
         else:
             self._balances[op.layer] = layer.router.balance(tally, length)
-            self.losses = self.model.with_router(self.losses, op.layer, self._balances[op.layer])
+            number = self.model.spec.moe_layers.index(op.layer)
+            self.losses = self.losses.with_router(number, self._balances[op.layer])
         return leaving, kept, z_BsH.detach()
 
     def _route_back(self, op: Op, left: Sequence[torch.Tensor], residual_BsH: torch.Tensor) -> None:

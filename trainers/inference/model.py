@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from ray.train import Checkpoint
@@ -25,7 +25,7 @@ from trainers.data.conversations import messages_of
 from trainers.data.tokenizers import Tokenizer, load_tokenizer
 from trainers.hugging_face.weights import Weights
 from trainers.inference.given import Tokens, check_count, checked_ids, utf8
-from trainers.inference.sampling import Sampler, Sampling
+from trainers.inference.sampling import Generated, Sampler, Sampling
 from trainers.inference.scoring import Score, windows
 from trainers.inference.stream import TextStream
 from trainers.inference.trained import Trained, fill
@@ -33,27 +33,6 @@ from trainers.worker.engines import DTYPES
 
 _TOGETHER = 4096  # tokens of a pass, if a window is not longer
 _LOGITS = 1 << 25  # elements of the logits that exist at a time
-
-
-class Generated(NamedTuple):
-    """What a model wrote.
-
-    Args:
-        text: the continuation, without the prompt.
-        tokens: its ids, without a separator at the end.
-        stopped: whether a token that ends texts (in a chat, also one that ends answers) ended it, or its length.
-        seed: seed of the draws. The same call with this seed gives the same text.
-        log_probs: the log-probability that the model itself gives to each of `tokens`, whatever the rule of drawing.
-        experts: with `routes`, the experts of the prompt and of all tokens but the last one, int16 [M, L, K]: those that
-            `Model.log_probs` takes. M are the blocks with experts, L the tokens, K the experts of a token.
-    """
-
-    text: str
-    tokens: list[int]
-    stopped: Literal["separator", "length"]
-    seed: int
-    log_probs: list[float]
-    experts: torch.Tensor | None = None
 
 
 class Model:

@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits.
+"""How the next token is drawn from logits, and what is written so.
 
 Legend: V ids of the vocabulary.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -63,6 +64,27 @@ class Sampler:
         if self.sampling.temperature == 0:
             return int(logit_V.argmax())
         return int(torch.multinomial(probabilities(logit_V, self.sampling), 1, generator=self._generator))
+
+
+class Generated(NamedTuple):
+    """What a model wrote.
+
+    Args:
+        text: the continuation, without the prompt.
+        tokens: its ids, without a separator at the end.
+        stopped: whether a token that ends texts (in a chat, also one that ends answers) ended it, or its length.
+        seed: seed of the draws. The same call with this seed gives the same text.
+        log_probs: the log-probability that the model itself gives to each of `tokens`, whatever the rule of drawing.
+        experts: with `routes`, the experts of the prompt and of all tokens but the last one, int16 [M, L, K]: those that
+            `Model.log_probs` takes. M are the blocks with experts, L the tokens, K the experts of a token.
+    """
+
+    text: str
+    tokens: list[int]
+    stopped: Literal["separator", "length"]
+    seed: int
+    log_probs: list[float]
+    experts: torch.Tensor | None = None
 
 
 def probabilities(logit_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ray.train import Checkpoint
 
 from foldray.blueprint import parameter_table
 from foldray.comm import Groups
+from foldray.model import Losses
 from foldray.recipe import Recipe
 from foldray.runtime.weights import Weights
 from tests.foldray.parity import batches, drifted, engine_on, go_on, make_recipe, one_process, train, worst
@@ -205,7 +206,7 @@ def _norm_of_ones(rank: int, recipe: Recipe) -> float:
             for parameter in engine.model.tied():
                 gradients.views[parameter].fill_(0.5 / places)
             engine.execution.weights = Weights(given, groups, torch.float32, engine.model.spec)
-            return [engine.model.no_losses() for _ in given]
+            return [Losses.zero(recipe.model, torch.device("cpu")) for _ in given]
 
         engine.execution.train = fill
         engine.train(batches(recipe, groups.dp_rank, 0))
