@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from common import MALLOC
+from peers import Weights, Wrapped, deepspeed_layer, transformers_layer, tutel_layer
 from torch import Tensor, nn
-from torch.nn import functional
 
 from foldray.blueprint import ModelSpec, Ownership
 from foldray.comm import Groups
@@ -66,19 +66,6 @@ class Times:
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-
-
-class GatedMlp(nn.Module):
-    """An expert for the MoE layers of other projects: [T, H] → [T, H], with F inner units."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, -1)
-        return self.down(functional.silu(gate) * value)
 
 
 def main() -> None:
@@ -118,11 +105,13 @@ def build(sizes: Sizes) -> dict[str, nn.Module]:
     loop = Foldray(sizes, "loop")
     loop.load_state_dict(ours.state_dict())
     layers: dict[str, nn.Module] = {"foldray": ours, "foldray, torch.mm only": TorchMm(ours), "foldray loop": loop}
+    weights = Weights.of(ours.layer)
     peers: dict[str, Callable[[], nn.Module]] = {
-        **{f"{HUGGINGFACE}{kind}": partial(_huggingface, sizes, ours, kind) for kind in _implementations()},
-        "deepspeed": lambda: _deepspeed(sizes, ours),
-        "tutel": lambda: _tutel(sizes, ours),
+        **{f"{HUGGINGFACE}{kind}": partial(_huggingface, sizes, weights, kind) for kind in _implementations()},
+        "deepspeed": lambda: deepspeed_layer(weights),
+        "tutel": lambda: tutel_layer(weights),
     }
+    _one_process()
     for name, make in peers.items():
         try:
             layers[name] = make()
@@ -147,21 +136,6 @@ class Foldray(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         return self.layer(x_TH[None])[0][0]
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weights: router [E, H], up [E, H, 2F], down [E, F, H]."""
-        return self.layer.router.weight.detach().t(), self.layer.experts.up.detach(), self.layer.experts.down.detach()
-
-
-class Wrapped(nn.Module):
-    """A module of another project, with a function that calls it."""
-
-    def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.module, self.call = module, call
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return self.call(x_TH)
-
 
 class TorchMm(Wrapped):
     """foldray's layer without oneDNN: the same code with `torch.mm`, which all other projects call."""
@@ -180,68 +154,18 @@ def _implementations() -> list[str]:
     return ["eager", *sorted(ALL_EXPERTS_FUNCTIONS)]
 
 
-def _huggingface(sizes: Sizes, ours: Foldray, implementation: str) -> nn.Module:
+def _huggingface(sizes: Sizes, weights: Weights, implementation: str) -> nn.Module:
     copied = 2 * sizes.tokens * sizes.topk * 3 * sizes.hidden * sizes.inner * 4  # float32, with gradients
     if implementation == "batched_mm" and copied > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"):
         raise MemoryError(f"copies an expert's weights for every row, {copied >> 30} GiB with gradients, which are not free here")
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    config = MixtralConfig(hidden_size=sizes.hidden, intermediate_size=sizes.inner, num_local_experts=sizes.experts,
-                           num_experts_per_tok=sizes.topk)  # fmt: skip
-    config._experts_implementation = implementation
-    block = MixtralSparseMoeBlock(config).train()
-    router, up, down = ours.weights()
-    block.gate.weight.data.copy_(router)
-    block.experts.gate_up_proj.data.copy_(up.transpose(1, 2))
-    block.experts.down_proj.data.copy_(down.transpose(1, 2))
-    layer = Wrapped(block, lambda x_TH: block(x_TH[None])[0])
+    layer = transformers_layer(weights, implementation)
     step(layer, torch.randn(1, sizes.hidden), torch.randn(1, sizes.hidden))  # raises if the implementation needs what is not here
     return layer
 
 
-def _deepspeed(sizes: Sizes, ours: Foldray) -> nn.Module:
-    import deepspeed
-    from deepspeed.moe.layer import MoE
-
-    _one_process()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed compiles code meanwhile
-    deepspeed.init_distributed("gloo", verbose=False)
-    # With drop_tokens=False, DeepSpeed drops no token, and pads every expert to the size of the busiest one.
-    settings = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
-    layer = MoE(sizes.hidden, GatedMlp(sizes.hidden, sizes.inner), sizes.experts, k=sizes.topk, **settings)
-    layer.set_deepspeed_parallelism()
-    router, up, down = ours.weights()
-    layer.deepspeed_moe.gate.wg.weight.data.copy_(router)
-    for e, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-        expert.up.weight.data.copy_(up[e].t())
-        expert.down.weight.data.copy_(down[e].t())
-    return Wrapped(layer, lambda x_TH: layer(x_TH)[0])
-
-
-def _tutel(sizes: Sizes, ours: Foldray) -> nn.Module:
-    _one_process()
-    from tutel import moe
-
-    # With capacity_factor 0, Tutel drops no token, and pads every expert to the size of the busiest one.
-    layer = moe.moe_layer(
-        gate_type={"type": "top", "k": sizes.topk, "capacity_factor": 0.0},
-        experts={"type": "llama_ffn", "num_experts_per_device": sizes.experts, "hidden_size_per_expert": sizes.inner},
-        model_dim=sizes.hidden,
-    )
-    router, up, down = ours.weights()
-    layer.gates[0].wg.weight.data.copy_(router)
-    gate, value = up.chunk(2, -1)
-    for name, weight in {"W_fc1": gate, "W_fc2": value, "W_fc3": down}.items():
-        getattr(layer.experts, name).data.copy_(weight.reshape(-1))
-    return Wrapped(layer, layer)
-
-
 def _one_process() -> None:
     """Make a process group of this process only, which DeepSpeed and Tutel need."""
-    if not dist.is_initialized():
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 # ------------------------------------------------------------------------------------------------------------ measurements

@@ -28,6 +28,10 @@ memory instead of time, over the first link of --links (a found list depends on 
 With --micro-batches, a step has several micro-batches of --batch sequences, all with the same text, so that all have the same
 rows.
 
+With --peers, the same blocks also run with the MoE layers of other projects (`peers.py`), as far as these are installed. All
+routers then have a softmax, and a bias on logits that balances them, because every project can have these. Before the
+measurement, each project must compute what foldray does.
+
 Forward and backward have separate times, because the loss is a barrier between them. No schedule that runs one micro-batch
 after the other can be faster than the limit max(C_f, X_f) + max(C_b, X_b + G). `weave` and `list` can. "× limit" and "× C" are
 the medians over rounds of a step over its limit, and over its computation alone. "exposed" is the time in which a collective
@@ -47,6 +51,7 @@ from typing import Any
 
 import torch
 from common import MALLOC, check_lab, on_hosts
+from peers import PEERS
 
 from foldray.blueprint import ModelSpec
 from foldray.runtime.peak import processor
@@ -114,6 +119,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--variants", nargs="*", default=["sequential", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="other projects' layers; all if none is named")
     parser.add_argument("--gradients", action="store_true", help="reduce gradients too")
     parser.add_argument("--peaks", action="store_true", help="measure memory instead, every variant in new processes")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
@@ -121,7 +127,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.peers = [] if args.peers is None else args.peers or list(PEERS)
+    if args.peers and (args.peaks or args.gradients or args.hosts == 1 or args.shared or args.cp > 1 or args.micro_batches > 1):
+        parser.error("--peers measures times of one micro-batch on several hosts, without --cp, --shared and --gradients")
+    return args
 
 
 def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variants: list[str] | None = None) -> dict[str, Any]:
@@ -130,6 +140,7 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
     options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SIZES]
     options += [f"--rounds={rounds or args.rounds}"]
     options += ["--peaks"] * args.peaks + ["--gradients"] * (args.gradients and bool(variants))
+    options += ["--peers", *args.peers] if args.peers and variants else []
     options += [f"--traces={args.traces.absolute()}"] if args.traces else []
     # With --peaks, larger blocks come from the kernel and return to it at once, so the peak of the process is exact.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"} if args.peaks else MALLOC
@@ -137,7 +148,9 @@ def _run(lab: list, args: argparse.Namespace, rounds: int | None = None, variant
 
 
 def model_of(args: argparse.Namespace) -> ModelSpec:
-    router = {"balance_loss": 0.01, "score": "sigmoid", "bias_rate": 0.01}
+    router: dict[str, Any] = {"balance_loss": 0.01, "score": "sigmoid", "bias_rate": 0.01}
+    if args.peers:
+        router = {"balance_loss": 0.01, "softmax": "before_topk", "logit_bias": True}
     return ModelSpec(
         layers=args.blocks, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.hidden // args.heads,
         ffn_hidden=args.inner, experts=max(args.hosts, 2), topk=1, expert_hidden=args.inner, vocab=64,
@@ -213,6 +226,8 @@ def report(run: dict[str, Any]) -> None:
     for name, best in run["found"].items():
         print(f"{name}: found {best['seconds'] * 1e3:.0f} ms, {best['seconds'] / best['bound']:.3f} × the bound; ", end="")
         print(f"{best['named']} {best['named_seconds'] * 1e3:.0f} ms; keeps {best['kept']} blocks, sequential {best['own']}")
+    for name, command in run.get("missing", {}).items():
+        print(f"{name}: not installed; install it with: {command}")
     print(flush=True)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from overlap import SIDES, WARM_UP, arguments, model_of
+from peers import PEERS, Stack, how_to_install
 from torch import Tensor
 
 from foldray.blueprint import Ownership
@@ -35,6 +37,7 @@ from trainers.measure.bench import shifted
 
 _HALVINGS = 12
 _STOLEN, _DRIFT, _TRIES = 0.05, 0.1, 4  # accepted share of a core that others take, accepted change of C, most measurements
+_APART = 1e-4  # accepted distance of the median token's output from foldray's; a few tokens between two experts may go elsewhere
 
 
 class Silent:
@@ -126,6 +129,7 @@ class Worker:
         plan: dict[str, Callable[[], dict[str, float]]] = {name: partial(self.step, name) for name in self.args.variants}
         self.tell("balance of routers")
         self.balance()
+        plan |= self.peers()
         results: dict[str, list[dict[str, float]]] = defaultdict(list)
         for number in range(WARM_UP + self.args.rounds):
             self.measuring = number >= WARM_UP
@@ -152,14 +156,16 @@ class Worker:
             best = {name: [*chosen.forward, *chosen.backward] for name, chosen in lags.items()}
             found = {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()}
             facts = {"bytes": self.bytes_sent(), "fullest": self.fullest, "chosen": best, "found": found}
+            facts["missing"] = {name: how_to_install(name) for name in self.args.peers if name not in results}
             self.args.result.write_text(json.dumps({**document, **facts}))
         self.groups.close()
 
     def balance(self) -> None:
-        """Bisect the selection biases of the routers, until all experts have the same number of rows (nearly)."""
+        """Bisect the routers' biases, of logits or of the selection, until all experts have the same number of rows (nearly)."""
         for halvings in range(_HALVINGS):
             losses = all_losses(self.execution.evaluate(self.batches), self.groups.control)
-            for bias_E, count_E in zip(self.model.biases().values(), losses.count_ME, strict=True):
+            biases = [router.bias if router.logit_bias is None else router.logit_bias.data for _, router in self.model.routers()]
+            for bias_E, count_E in zip(biases, losses.count_ME, strict=True):
                 bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
 
     def tell(self, text: str) -> None:
@@ -282,6 +288,34 @@ class Worker:
         simulated = replay(graph, recordings).seconds * 1e3
         counts = {"claimed": claimed, "missed": claimed - seen, "peak_mib": peak, "before_mib": before}
         return {**trace.times(graph), "simulated_ms": simulated, **counts}
+
+    def peers(self) -> dict[str, Callable[[], dict[str, float]]]:
+        """Return what runs a step with the layers of each project that is installed. They must compute what foldray does."""
+        steps = {}
+        for name in self.args.peers:
+            self.tell(name)
+            try:
+                with redirect_stdout(sys.stderr):  # some greet
+                    stack = Stack(self.model, PEERS[name]())
+            except ImportError:
+                continue
+            with torch.no_grad():
+                expected_BLH = self.model.hidden(self.batches[0])
+                apart_BL = (stack.hidden(self.batches[0]) - expected_BLH).norm(dim=-1) / expected_BLH.norm(dim=-1)
+            if (apart := apart_BL.median().item()) > _APART:
+                raise SystemExit(f"{name}: the output is off by {apart:.1e}")
+            steps[name] = partial(self.step_of_peer, stack)
+        return steps
+
+    def step_of_peer(self, stack: Stack) -> dict[str, float]:
+        self.execution.reorder(Ordering())  # whole sequences
+        begin = time.perf_counter()
+        loss = stack(self.batches[0])
+        turn = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        stack.zero_grad()
+        return {"step_ms": (end - begin) * 1e3, "forward_ms": (turn - begin) * 1e3, "backward_ms": (end - turn) * 1e3}
 
     def _named(self, name: str) -> Ordering:
         """Return the ordering of a variant before its op times are known."""
