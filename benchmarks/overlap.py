@@ -51,7 +51,7 @@ from typing import Any
 
 import torch
 from common import MALLOC, check_lab, on_hosts
-from peers import PEERS
+from peers import PEERS, REMARK
 
 from foldray.blueprint import ModelSpec
 from foldray.runtime.peak import processor
@@ -226,7 +226,9 @@ def report(run: dict[str, Any]) -> None:
     for name, best in run["found"].items():
         print(f"{name}: found {best['seconds'] * 1e3:.0f} ms, {best['seconds'] / best['bound']:.3f} × the bound; ", end="")
         print(f"{best['named']} {best['named_seconds'] * 1e3:.0f} ms; keeps {best['kept']} blocks, sequential {best['own']}")
-    for name, command in run.get("missing", {}).items():
+    if any(name in PEERS for name in run):
+        print(REMARK)
+    for name, command in run["missing"].items():
         print(f"{name}: not installed; install it with: {command}")
     print(flush=True)
 

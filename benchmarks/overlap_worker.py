@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from overlap import SIDES, WARM_UP, arguments, model_of
-from peers import PEERS, Stack, how_to_install
+from peers import PEERS, Stack, missing
 from torch import Tensor
 
 from foldray.blueprint import Ownership
@@ -156,7 +156,7 @@ class Worker:
             best = {name: [*chosen.forward, *chosen.backward] for name, chosen in lags.items()}
             found = {name: {**found._asdict(), "schedule": ()} for name, found in self.found.items()}
             facts = {"bytes": self.bytes_sent(), "fullest": self.fullest, "chosen": best, "found": found}
-            facts["missing"] = {name: how_to_install(name) for name in self.args.peers if name not in results}
+            facts["missing"] = missing(set(self.args.peers) - set(results))
             self.args.result.write_text(json.dumps({**document, **facts}))
         self.groups.close()
 

@@ -13,7 +13,7 @@ Legend: T tokens, H hidden, E experts, e experts of this rank, F inner units, c 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -243,9 +243,14 @@ project is not installed.
 """
 
 
-def how_to_install(name: str) -> str:
-    project = PROJECTS.get(name)
-    return INSTALL if project is None else f"pip install {project.install}"
+REMARK = """deepspeed and tutel drop no token, but fill every expert up to the rows of the busiest one;
+Tutel's overlap needs NCCL, so its pieces (tutel:2, tutel:4) travel with gloo here, in the order of its code"""
+
+
+def missing(names: Iterable[str]) -> dict[str, str]:
+    """Return the commands that install these projects, by project."""
+    projects = {name.partition(":")[0] for name in names}
+    return {name: f"pip install {PROJECTS[name].install}" if name in PROJECTS else INSTALL for name in sorted(projects)}
 
 
 class Stack(nn.Module):

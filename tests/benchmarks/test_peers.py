@@ -24,6 +24,7 @@ _SPEC = {
 }  # fmt: skip
 
 
+@pytest.mark.gate(1)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_compute_the_same(name: str, world: int, ranks: RankPools) -> None:
