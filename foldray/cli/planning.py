@@ -36,7 +36,7 @@ def plan(given: argparse.Namespace) -> int:
             raise UserError(name, getattr(given, name), "needs --disaggregate")
     from foldray.plan import copies, listed, search
 
-    plans = search.search(_space(given, machines), given.top)
+    plans = search.search(_space(given, machines), given.top, with_front=bool(given.picture))
     lists = [listed.with_list(step, machines, imbalance=given.imbalance) for step in plans.best[: given.list]]
     found = ((number, copies.with_copies(step, machines, given.imbalance)) for number, step in enumerate(plans.best))
     copied = {number: each for number, each in found if each is not None}

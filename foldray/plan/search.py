@@ -1,9 +1,9 @@
 """The search through all legal ways to train a job on a cluster, for the best ones.
 
 The nodes of the search are sets of candidates with lower bounds of time and memory. The search always refines the node with the
-lowest bound of time, so it finds predictions in the order of their time, fastest first. Once it has enough predictions, it
-skips every node that needs at least as much memory as the leanest prediction. No candidate of such a node is among the best or
-on the front. A node is refined in these steps:
+lowest bound of time, so it finds predictions in the order of their time, fastest first. It ends once it has enough predictions.
+If the front is asked for, it then skips only nodes that need at least as much memory as the leanest prediction. No candidate of
+such a node is among the best or on the front. A node is refined in these steps:
 
 1. a fold, bounded by the work of its blocks;
 2. the fold with a micro-batch and a choice of recomputation (`Group`); the bound is that of whole micro-batches, because parts
@@ -291,7 +291,7 @@ class Found(NamedTuple):
 
     Args:
         best: the best candidates: first those that fit into memory, then the others, each sorted by step time.
-        front: all candidates that no other candidate beats in both time and memory, fastest first.
+        front: all candidates that no other candidate beats in both time and memory, fastest first; empty if nobody asks.
         legal: number of legal folds.
     """
 
@@ -313,8 +313,8 @@ def without_cycles() -> Iterator[None]:
 
 
 @without_cycles()
-def search(space: Space, top: int = 10) -> Found:
-    """Search a space for the `top` best candidates, and for the front of time and memory.
+def search(space: Space, top: int = 10, with_front: bool = False) -> Found:
+    """Search a space for the `top` best candidates and, if asked, for the front of time and memory, which takes longer.
 
     This is a best-first search (A*): the queue sorts nodes by their bound of time, and the refinements of a node replace it.
     """
@@ -328,10 +328,11 @@ def search(space: Space, top: int = 10) -> Found:
     fit: list[Planned] = []
     unfit: list[Planned] = []
     front: list[Planned] = []
+    leanest = math.inf if with_front else 0.0  # bytes below which a candidate is on the front
 
     def needless(held: float) -> bool:
         enough = len(fit) >= top if held <= refinement.limit else len(fit) + len(unfit) >= top
-        return enough and bool(front) and front[-1].memory.total <= held
+        return enough and leanest <= held
 
     while queue:
         _, _, node = heapq.heappop(queue)
@@ -342,6 +343,7 @@ def search(space: Space, top: int = 10) -> Found:
                 heapq.heappush(queue, (refined.seconds, next(numbers), refined))
             continue
         (fit if node.what.fits else unfit).append(node.what)
-        if not front or node.what.memory.total < front[-1].memory.total:
+        if node.what.memory.total < leanest:
             front.append(node.what)
+            leanest = node.what.memory.total
     return Found([*fit[:top], *unfit[: max(0, top - len(fit))]], front, len(folds))

@@ -114,9 +114,9 @@ def test_a_candidate_has_the_setting_of_its_recipe() -> None:
 def test_a_plan_has_the_setting_of_its_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = []
 
-    def searched(space: Any, top: int) -> Any:
+    def searched(space: Any, *more: Any, **options: Any) -> Any:
         found.append(space.job.dispatch)
-        return search(space, top)
+        return search(space, *more, **options)
 
     monkeypatch.setattr("foldray.plan.search.search", searched)
     (tmp_path / "recipe.yaml").write_text(

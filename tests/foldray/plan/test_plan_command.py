@@ -6,13 +6,15 @@ import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from foldray.cli import main
+from foldray.cli import main, planning
 from foldray.errors import UserError
 from foldray.graph.chunks import REDUCTIONS
 from foldray.plan.rows import PAPER as COLUMNS
+from foldray.plan.search import Found
 from foldray.plan.space import KINDS, Space
 
 ASKED = ["plan", "--model", "mixtral-8x22b", "--cluster", "eos-h100", "--gpus", "64", "--seq-len", "4096", "--global-batch", "64",
@@ -52,8 +54,11 @@ def test_rows_whose_micro_batches_cannot_be_interleaved(tmp_path: Path, capsys) 
     assert row["step_time_s"] > 0
 
 
-def test_a_picture_of_time_against_memory(tmp_path: Path) -> None:
+def test_a_picture_of_time_against_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, draw = list[Found](), planning._plan_picture
+    monkeypatch.setattr(planning, "_plan_picture", lambda plans, *more: drawn.append(plans) or draw(plans, *more))
     assert main([*ASKED, "--top", "3", "--picture", str(tmp_path / "plan.png")]) == 0
+    assert drawn[0].front[-1].memory.total < min(plan.memory.total for plan in drawn[0].best)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -149,7 +154,7 @@ def written(folder: Path, rows: list[dict]) -> Path:
 def test_the_kind_of_a_recipe_is_planned_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def remember(space: Space, top: int) -> None:
+    def remember(space: Space, *_: Any, **__: Any) -> None:
         asked.append(space.kinds)
         raise UserError("gpus", space.gpus, "are not searched here")
 

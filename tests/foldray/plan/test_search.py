@@ -87,13 +87,14 @@ def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, 
                 assert each.what.memory == ledger(each.what.candidate, step.rank, asked.imbalance)
             queue.append(each)
     best = sorted(everything, key=lambda each: (not each.fits, each.prediction.seconds))
-    found = search(asked, 5)
+    found = search(asked, 5, with_front=True)
     assert [each.prediction.seconds for each in found.best] == [each.prediction.seconds for each in best[:5]]
     for each in everything:
         assert any(
             other.prediction.seconds <= each.prediction.seconds and other.memory.total <= each.memory.total
             for other in found.front
         )
+    assert search(asked, 5) == found._replace(front=[])
 
 
 def test_a_bound_is_that_of_its_best_group(monkeypatch: pytest.MonkeyPatch) -> None:
