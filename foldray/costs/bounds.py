@@ -14,6 +14,7 @@ from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATH
 
 _TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
 _DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
+_ROUTED = (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 _BESIDE = (GATHER, SHARED)
 """Ops beside the chain that one piece goes through."""
 
@@ -142,6 +143,20 @@ def _together(
         least += count * of_block.least
         piece += count * of_block.piece
     return PassWork(computed, travels, least, piece)
+
+
+def common_computed(rank: RankCosts, content: Content, pieces: Pieces) -> float:
+    """Return the seconds that a content computes, forward and backward, without recomputation and without routed experts.
+
+    They are the same for all folds with the same grid of attention.
+    """
+    ends = [rank.totals(kind, cut, None) for kind, cut in ends_of(content, pieces.slicing)]
+    seconds = sum(forward.total + backward.total for forward, backward in ends)
+    for block, count in content.blocks:
+        kinds = [kind for kind in _ops(rank, block, pieces) if kind not in _TRAVEL and kind not in _ROUTED]
+        both = [rank.totals(kind, cut_of(kind, pieces.slicing), block) for kind in kinds]
+        seconds += count * sum(forward.total + backward.total for forward, backward in both)
+    return seconds
 
 
 def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -> list[float]:

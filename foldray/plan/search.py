@@ -5,12 +5,13 @@ lowest bound of time, so it finds predictions in the order of their time, fastes
 If the front is asked for, it then skips only nodes that need at least as much memory as the leanest prediction. No candidate of
 such a node is among the best or on the front. A node is refined in these steps:
 
-1. a fold, bounded by the work of its blocks;
-2. the fold with a micro-batch and a choice of recomputation (`Group`); the bound is that of whole micro-batches, because parts
+1. all folds with the same grid of attention, bounded by what they have in common: all ops but those of routed experts;
+2. one fold, bounded by the work of its blocks;
+3. the fold with a micro-batch and a choice of recomputation (`Group`); the bound is that of whole micro-batches, because parts
    take at least as long together;
-3. one schedule of the group, with its exact memory (`Choice`);
-4. the same candidate with simulated stages, with the best of all lags (`Simulated`);
-5. the prediction of the candidate, with the best of all reductions (`Planned`).
+4. one schedule of the group, with its exact memory (`Choice`);
+5. the same candidate with simulated stages, with the best of all lags (`Simulated`);
+6. the prediction of the candidate, with the best of all reductions (`Planned`).
 
 A bound of a node is at most the bounds of its refinements.
 """
@@ -28,7 +29,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, smallest_slice
-from foldray.costs.bounds import fold_bound, hop_bounds, least_computed, stage_bounds, stage_works, step_bound
+from foldray.costs.bounds import common_computed, fold_bound, hop_bounds, least_computed, stage_bounds, stage_works, step_bound
 from foldray.costs.candidate import Candidate, Content, Pieces, StageForm
 from foldray.costs.device import Device
 from foldray.costs.memo import Memo, Table, shared
@@ -61,6 +62,13 @@ class Planned(NamedTuple):
     fits: bool
     host: Offloaded | None = None
     moved: Moved | None = None
+
+
+class SameGrid(NamedTuple):
+    """Folds with the same grid of attention, and the micro-batches that divide their batch, the smallest first."""
+
+    folds: list[Fold]
+    micro_batches: list[int]
 
 
 class Group(NamedTuple):
@@ -99,7 +107,7 @@ class Node(NamedTuple):
 
     seconds: float
     held: float
-    what: list[Group] | Group | Choice | Simulated | Planned
+    what: SameGrid | list[Group] | Group | Choice | Simulated | Planned
 
 
 def _weights(rank: RankCosts) -> Weights:
@@ -132,7 +140,7 @@ _once = shared(attrgetter("_known"))
 
 
 class Refinement:
-    """The nodes of a space, from folds to predictions."""
+    """The nodes of a space, from grids of attention to predictions."""
 
     def __init__(self, space: Space):
         self.space, self.job = space, space.job
@@ -144,15 +152,32 @@ class Refinement:
         self._again = tuple(sorted({kind for again in space.recompute for kind in again}))
         self._weights = _weights(self._rank(Fold(1), 1))
 
-    def folds(self) -> Iterator[Node]:
-        """Yield a node for every legal fold."""
-        for fold in self.space.folds():
-            sizes = [n for n in self.space.micro_batches if self.job.global_batch % (fold.dp * n) == 0]
-            if ranks := self._holding([(self._rank(fold, n), n) for n in sorted(sizes)]):
-                # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
-                seconds = self._least_seconds([Group(*rank, ()) for rank, _ in ranks])
-                held = min(least for _, least in ranks)
-                yield Node(seconds, held, [Group(*rank, again) for rank, _ in ranks for again in self.space.recompute])
+    def grids(self) -> Iterator[SameGrid]:
+        """Yield all legal folds by their grids of attention."""
+        for _, same in itertools.groupby(self.space.folds(), attrgetter("tp", "cp", "pp")):
+            folds = list(same)
+            if sizes := sorted(n for n in self.space.micro_batches if self.job.global_batch % (folds[0].dp * n) == 0):
+                yield SameGrid(folds, sizes)
+
+    def bounded(self, grid: SameGrid) -> Node:
+        """Return the node of some folds, bounded by the seconds of what they all have in common."""
+        fold, bound = grid.folds[0], math.inf
+        fastest = self._fastest_pieces(_Cut(fold.cp, fold.tp, True), ())
+        for size in grid.micro_batches:
+            rank, micro_batches = self._rank(fold, size), self.job.global_batch // (fold.dp * size)
+            for positions, pieces in itertools.product(self._stagings_of(fold.pp, micro_batches).positions, fastest):
+                common = max(common_computed(rank, content, pieces) for content in positions.different)
+                bound = min(bound, micro_batches * common)
+        return Node(self._slower * bound, 0.0, grid)
+
+    def _folds(self, node: Node, grid: SameGrid) -> Iterator[Node]:
+        for fold in grid.folds:
+            ranks = self._holding((self._rank(fold, n), n) for n in grid.micro_batches)
+            # Recomputation costs time and saves memory, so one bound is without it and the other with all of it.
+            seconds = self._least_seconds([Group(*rank, ()) for rank, _ in ranks])
+            held = min(least for _, least in ranks)
+            groups = [Group(*rank, again) for rank, _ in ranks for again in self.space.recompute]
+            yield Node(max(seconds, node.seconds), held, groups)
 
     def _holding(self, ranks: Iterable[tuple[RankCosts, int]]) -> list[tuple[tuple[RankCosts, int], float]]:
         """Return (costs, micro-batch) with the least memory, the smallest micro-batch first, up to the first that cannot fit.
@@ -175,7 +200,9 @@ class Refinement:
         Nodes whose memory is `needless` for the search are left out.
         """
         what = node.what
-        if isinstance(what, list):
+        if isinstance(what, SameGrid):
+            yield from self._folds(node, what)
+        elif isinstance(what, list):
             for group in what:
                 held = max(self._least_held(group), node.held)
                 if not needless(held):
@@ -319,11 +346,11 @@ def search(space: Space, top: int = 10, with_front: bool = False) -> Found:
     This is a best-first search (A*): the queue sorts nodes by their bound of time, and the refinements of a node replace it.
     """
     refinement = Refinement(space)
-    folds = list(refinement.folds())
-    if not folds:
+    grids = list(refinement.grids())
+    if not grids:
         raise UserError("gpus", space.gpus, f"has no legal fold for this model and batch with {dict(space.pins) or 'any sizes'}")
     numbers = itertools.count()
-    queue = [(node.seconds, next(numbers), node) for node in folds]
+    queue = [(node.seconds, next(numbers), node) for node in map(refinement.bounded, grids)]
     heapq.heapify(queue)
     fit: list[Planned] = []
     unfit: list[Planned] = []
@@ -346,4 +373,4 @@ def search(space: Space, top: int = 10, with_front: bool = False) -> Found:
         if node.what.memory.total < leanest:
             front.append(node.what)
             leanest = node.what.memory.total
-    return Found([*fit[:top], *unfit[: max(0, top - len(fit))]], front, len(folds))
+    return Found([*fit[:top], *unfit[: max(0, top - len(fit))]], front, sum(len(grid.folds) for grid in grids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from foldray.errors import UserError
 from foldray.fold import Fold, divisors
 from foldray.graph import SliceCost
 from foldray.orders import Ordering, Overlap, Sequences
-from foldray.plan.search import Planned, Refinement, search
+from foldray.plan.search import Node, Planned, Refinement, search
 from foldray.plan.space import Space
 
 MODEL = ModelSpec.model_validate({"preset": "mixtral-8x22b", "layers": 4, "heads": 8, "kv_heads": 4, "hidden": 1024})
@@ -68,7 +69,7 @@ def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, 
     asked = space(gpus, **changes)
     refinement = Refinement(asked)
     everything = []
-    queue = list(refinement.folds())
+    queue = [refinement.bounded(grid) for grid in refinement.grids()]
     while queue:
         node = queue.pop()
         if isinstance(node.what, Planned):
@@ -100,7 +101,7 @@ def test_what_is_not_looked_at_could_not_have_won(gpus: int, changes: dict[str, 
 def test_a_bound_is_that_of_its_best_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the bounds of others leave out once they are too large."""
     refinement = Refinement(space(8, {"dense_first": 1}))
-    folds = [node.what for node in refinement.folds() if isinstance(node.what, list)]
+    folds = [node.what for node in every_fold(refinement) if isinstance(node.what, list)]
     together = [refinement._least_seconds(groups) for groups in folds]
 
     def whole(*given: Any, enough: float) -> float:
@@ -114,13 +115,49 @@ def test_a_bound_is_that_of_its_best_group(monkeypatch: pytest.MonkeyPatch) -> N
     assert together == [min(refinement._least_seconds([group]) for group in groups) for groups in folds]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"dense_first": 1, "mtp_depth": 1, "shared_hidden": 512}},
+        {"constants": {"crowding": 0.3}, "zero": 3},
+        {"job": {"dispatch": "rank", "wire": "float8"}},
+        {"job": {"context": "all_gather"}},
+    ],
+    ids=str,
+)
+def test_no_fold_is_faster_than_what_its_grid_of_attention_takes(changes: dict[str, Any]) -> None:
+    given = {name: value for name, value in changes.items() if name != "job"}
+    asked = space(16, **given)
+    refinement = Refinement(replace(asked, job=replace(asked.job, **changes.get("job", {}))))
+    for grid in refinement.grids():
+        together = refinement.bounded(grid)
+        for fold in refinement.refined(together._replace(seconds=0.0), lambda held: False):
+            assert 0 < together.seconds * CLOSE <= fold.seconds
+
+
+def test_folds_of_slow_grids_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, attention alone takes longer than the best steps."""
+    priced, holding = list[Any](), Refinement._holding
+    monkeypatch.setattr(Refinement, "_holding", lambda self, ranks: priced.append(self) or holding(self, ranks))
+    asked = space(128)
+    found = search(replace(asked, job=replace(asked.job, global_batch=128)), 5)
+    assert found.legal > 1000
+    assert len(priced) < found.legal / 2
+
+
 def test_memory_that_is_too_much_leaves_out_nothing_else() -> None:
     refinement = Refinement(space(4))
-    for fold in refinement.folds():
+    for fold in every_fold(refinement):
         for group in refinement.refined(fold, lambda held: False):
             chosen = chosen_within(refinement, group, math.inf)
             limit = chosen[len(chosen) // 2][0].total
             assert chosen_within(refinement, group, limit) == [each for each in chosen if each[0].total < limit]
+
+
+def every_fold(refinement: Refinement) -> Iterator[Node]:
+    for grid in refinement.grids():
+        yield from refinement.refined(refinement.bounded(grid), lambda held: False)
 
 
 def chosen_within(refinement: Refinement, group: Any, limit: float) -> list[tuple[Any, ...]]:
