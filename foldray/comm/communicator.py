@@ -229,12 +229,18 @@ class Communicator:
         """Return this member's part of the sum over all members. Parts lie along the first axis: [size · n, …] → [n, …]."""
         if self.group is None:
             return x
-        return self.start_reduce_scatter(x, x.new_empty((x.shape[0] // self.size, *x.shape[1:]))).wait()[0]
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        x = x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else x
+        return self.start_reduce_scatter(x, out).wait()[0]
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Pending:
-        """Start `reduce_scatter` into `out`. The communicator must have more than one member."""
+        """Start `reduce_scatter` into `out`. The communicator must have more than one member. On a CPU, x is overwritten."""
         self._count_ring("reduce_scatter", _bytes(x) * (self.size - 1) // self.size)
         x = x.contiguous()
+        if x.device.type == "cpu":  # gloo's own operation is this one on a copy of x
+            works = [dist.all_reduce(x, group=self.group, async_op=True)]
+            own = x.view(self.size, *out.shape)[self.index]
+            return self._pending("reduce-scatter", works, (own,)).then(lambda summed: (out.copy_(summed[0]),))
         work = _reduce_scatter(out, x, group=self.group, async_op=True)
         return self._pending("reduce-scatter", [work], (out,), (x,))
 

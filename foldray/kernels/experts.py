@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from foldray.blueprint.grouping import CAPABILITIES, in_groups, summed_in_groups
+from foldray.blueprint.grouping import CAPABILITIES, in_groups, one_by_one, summed_in_groups
 from foldray.kernels import fused
 from foldray.kernels.activations import kernel_of
 from foldray.kernels.autograd import ByHand, Leave, add_product, by_hand
@@ -34,9 +34,6 @@ Biases = tuple[Tensor, Tensor] | tuple[None, None]
 """The biases of both products, [E, W] and [E, H]."""
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, None, None, None, Tensor | None, Tensor | None]
-
-# Up to this many multiply-adds per expert, starting a product takes longer than the product itself.
-SMALL_PRODUCT = 1 << 21
 
 _NARROWEST = 8  # columns of a grouped product's factor: rows of bfloat16 must have a multiple of 16 bytes
 
@@ -123,18 +120,13 @@ def computes_grouped(x_NH: Tensor, experts: int, inner: int) -> bool:
 
 
 def _implementation(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
-    """Choose the implementation that is fastest for these rows.
-
-    On one core (Zen 5), one expert after another is fastest if the products are large. For small products, starting them
-    from Python takes longer than computing them (64 experts of 64 × 128 with 4 rows each: 2.7 ms grouped, 4.8 ms one by
-    one).
-    """
+    """Choose the implementation that is fastest for these rows."""
     rows, hidden = x_NH.shape
     if x_NH.device.type == "cuda":
         return _on_gpus(x_NH, experts, inner) if has_grouped_products(x_NH.device) else _PerExpert
-    small = experts > 1 and 0 < rows * hidden * inner < SMALL_PRODUCT * experts
     aligned = hidden * x_NH.element_size() % 16 == 0 and inner * x_NH.element_size() % 16 == 0
-    return _Grouped if small and aligned and x_NH.dtype in (torch.float32, torch.bfloat16) else _PerExpert
+    grouped = aligned and not one_by_one(rows, hidden, inner, experts)
+    return _Grouped if grouped and x_NH.dtype in (torch.float32, torch.bfloat16) else _PerExpert
 
 
 def _on_gpus(x_NH: Tensor, experts: int, inner: int) -> type[torch.autograd.Function]:
@@ -246,6 +238,7 @@ class _PerExpert(torch.autograd.Function):
             if now is None:
                 downs.append((e, h_nF, dy_nH))
                 ups.append((e, x_nH, dup_nW))
+            del h_nF, dup_nW, x_nH  # else they would be here while the next expert makes its own
         if not trained:
             return dx_NH, None, None, None, None, None, None, None
         if leave is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ from foldray.comm import Groups, Pending
 from foldray.errors import UserError
 from foldray.finding import Found, settle
 from foldray.graph import Chunk, Op, StepGraph
-from foldray.kinds import COPY, HANDOVER, REDUCE
+from foldray.kinds import COPY, FFN, HANDOVER, MERGE, REDUCE
 from foldray.model import Batch, ChosenExperts, Losses, Transformer
 from foldray.orders import KINDS, OVERLAPS, Ordering, ordered_schedule, position_list
 from foldray.runtime.copying import CopyChoice, CopyTraffic, Tables
@@ -262,7 +261,7 @@ class _Run:
             ops = partial(CapturedOps, slots[number]) if slots else OpGraphs
             ops_of_batch = ops(model, self.graph, self.copies.sum_of, training, now, execution.host)
             self.micro_batches.append(half(model, batch, ops_of_batch, self.weights))
-        self.sending = deque[Pending]()  # handovers that may not have left
+        self.sending: dict[Op, Pending] = {}  # handovers that may not have left
 
     def keep_experts(self) -> list[ChosenExperts]:
         """Have the pass keep the experts of its tokens, and return what keeps them, for each micro-batch."""
@@ -282,11 +281,13 @@ class _Run:
             activity.doing = op
             with record_function(str(op)) if named else nullcontext():
                 pending = self._start(op)
+            if op.kind in (MERGE, FFN) and op.direction == "B":
+                self._let_go(op)
             if trace is not None:
                 trace.ran(op, self.micro_batches[op.micro_batch].graphs.began, pending)
             if pending is None:
                 self.groups.tokens_queue.advance()  # the GPU has something to do while the host waits for row counts
-        for handover in self.sending:
+        for handover in self.sending.values():
             handover.wait()
         for micro_batch in self.micro_batches:
             micro_batch.finish()
@@ -322,8 +323,12 @@ class _Run:
             return pending
         pending = Pending.of([communicator.send(tensor, receiver) for tensor in micro_batch.leaving(op)])
         # Nobody waits for a handover to leave: its receiver may first wait for something that this rank sends later. gloo does
-        # not say when a message has left, so on a CPU all handovers stay until the end of the step.
-        self.sending.append(pending)
-        while self.sending and self.sending[0].is_over:
-            self.sending.popleft()
+        # not say when a message has left, so on a CPU handovers stay until it is known (`_let_go`), or the step ends.
+        self.sending = {sent: leaving for sent, leaving in self.sending.items() if not leaving.is_over} | {op: pending}
         return pending
+
+    def _let_go(self, op: Op) -> None:
+        """Let go of what a stage has handed on, now that it goes backward: the stage behind it must have received all of that."""
+        stage = self.graph.stage_of[op.layer]
+        for sent in [each for each in self.sending if each[1:3] == ("F", stage) and each.micro_batch == op.micro_batch]:
+            self.sending.pop(sent).wait()

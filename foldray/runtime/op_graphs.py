@@ -286,6 +286,7 @@ class OpGraphs:
         self.begin()
         parameters = self.model.parameters_of(ATTENTION if op.kind == PROJECT else op.kind, op.layer)
         input_gradients, parts = graph.differentiate(gradients, parameters)
+        del graph  # what it keeps must be gone before gradients of weights are made
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not None:
                 self.sum_of(parameter).add_(part)

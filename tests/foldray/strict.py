@@ -145,7 +145,7 @@ class StrictCommunicator(Communicator):
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Pending:
         sent = [(x, _copy(x))]
-        return self._collective("reduce-scatter", super().start_reduce_scatter(sent[0][1], torch.empty_like(out)), [out], sent)
+        return self._collective("reduce-scatter", super().start_reduce_scatter(_copy(x), torch.empty_like(out)), [out], sent)
 
     def start_all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], room: int | None = None) -> Pending:
         if self.group is None:

@@ -24,6 +24,7 @@ from foldray.comm import (
     scatter_sequence,
 )
 from foldray.fold import Fold
+from tests.foldray.live import Live
 
 FOLDS = [
     Fold(4, tp=4, ep=4),
@@ -77,8 +78,17 @@ def _plain(rank: int, fold: Fold) -> None:
 
     part = line.reduce_scatter(data(rank, 5, 2 * n, 3))
     check(part, sum(data(r, 5, 2 * n, 3)[2 * me : 2 * me + 2] for r in members))
-    part = line.reduce_scatter(data(rank, 5, 3, 2 * n).T)
+    given = data(rank, 5, 3, 2 * n).T
+    before, part = given.clone(), line.reduce_scatter(given)
     check(part, sum(data(r, 5, 3, 2 * n).T[2 * me : 2 * me + 2] for r in members))
+    assert torch.equal(given, before)
+    given, out = data(rank, 5, 2 * n, 3), torch.empty(2, 3, dtype=torch.float64)
+    with Live() as live:
+        seen = given.view_as(given), out.view_as(out)
+        (part,) = line.start_reduce_scatter(given, out).wait()
+    check(part, sum(data(r, 5, 2 * n, 3)[2 * me : 2 * me + 2] for r in members))
+    assert part is out
+    assert live.peak == sum(each.untyped_storage().nbytes() for each in seen), "it needs no memory"
 
     received, sent = [crossing(i, me) for i in range(n)], [crossing(me, j) for j in range(n)]
     rows = line.all_to_all(data(rank, 6, sum(sent), H), received, sent)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from foldray.kernels import experts
 from foldray.kernels.activations import kernel_of
 from foldray.kernels.experts import Kind, expert_ffn, reference_ffn
+from tests.foldray.live import Live
 
 FFNS = ("gated_silu", "gelu", "gated_clamped")
 # Rows per expert: even, ragged, one busy expert between idle ones, all rows at the last expert, no rows.
@@ -177,6 +178,19 @@ def test_rows_in_any_layout(implementation: str) -> None:
     transposed = x.detach().t().contiguous().t()
     assert not transposed.is_contiguous()
     assert_near(run((transposed, up, down), counts, "gelu", "grouped"), run((x, up, down), counts, "gelu", "loop"), 1e-5)
+
+
+def test_backward_one_by_one_holds_the_gradients_of_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the results: of the activation its gradient, itself again and the gradient of its input, for 64 of 256 rows."""
+    monkeypatch.setattr(experts, "_implementation", lambda *given: experts._PerExpert)
+    inputs, dy_NH = make([64] * 4, "gated_silu"), torch.ones(256, 16)
+    with Live() as live:
+        y_NH = computed(inputs, [64] * 4, "gated_silu", "grouped")
+        known = [tensor.view_as(tensor) for tensor in (*inputs, dy_NH)]  # so that they count already
+        before = live.peak = live.now
+        gradients = torch.autograd.grad(y_NH, inputs, dy_NH)
+    assert live.peak - before == sum(each.nbytes for each in gradients) + 64 * (32 + 32 + 64) * 4
+    del known
 
 
 def test_reference_is_one_expert() -> None:

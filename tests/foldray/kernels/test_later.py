@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foldray.kernels import experts
+from foldray.blueprint import grouping
 from foldray.kernels.autograd import Later, product
 from foldray.kernels.experts import expert_ffn
 
@@ -47,7 +47,7 @@ def test_a_product(dtype: torch.dtype, transposed: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["one by one", "grouped"])
 def test_experts(dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "SMALL_PRODUCT", limit)
+    monkeypatch.setattr(grouping, "SMALL_PRODUCT", limit)
     up, down = nn.Parameter(torch.randn(4, 16, 48, dtype=dtype)), nn.Parameter(torch.randn(4, 24, 16, dtype=dtype))
 
     def compute(x: Tensor, later: Later) -> Tensor:
