@@ -211,7 +211,7 @@ def moved_bytes(rank: RankCosts, block: BlockSpec, kind: str, sliced: int = 0, i
     shares = kind == SHARED and freed and rank.fold.tp == 1 and rank.model.adapter is None
     # What a slice of linear attention begins with travels, and is on the device as well.
     carried = _carried(rank, block.attention) * max(0, sliced - 1) if kind == ATTENTION else 0.0
-    return freed + shares * _residual(rank) + carried
+    return freed + shares * residual(rank) + carried
 
 
 @shared_by_ops
@@ -225,15 +225,15 @@ def freed_bytes(rank: RankCosts, block: BlockSpec, kinds: tuple[str, ...], slice
     whole = block_activations(rank, block, (), sliced, imbalance)
     freed = whole - block_activations(rank, block, kinds, sliced, imbalance)
     if ATTENTION in kinds:
-        freed += _residual(rank) - _rotations(rank, block.attention)
+        freed += residual(rank) - _rotations(rank, block.attention)
     if FFN in kinds and block.dense:
-        freed += _residual(rank)
+        freed += residual(rank)
     if EXPERT in kinds and block.moe:
         freed += expert_activations(rank, block, (EXPERT,), imbalance)
     return freed
 
 
-def _residual(rank: RankCosts) -> float:
+def residual(rank: RankCosts) -> float:
     """Return the bytes of a rank's share of the residual stream at a block."""
     return rank.job.seq_len / (rank.fold.cp * rank.fold.tp) * rank.sequences * rank.model.hidden * rank.device.bytes
 

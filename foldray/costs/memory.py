@@ -23,6 +23,7 @@ from foldray.costs.activations import (
     expert_activations,
     freed_bytes,
     operands,
+    residual,
     slices_of,
 )
 from foldray.costs.bounds import ends_of
@@ -48,8 +49,7 @@ class Memory(NamedTuple):
         gradients: float32 sums of gradients. Several micro-batches add to whole sums, which ZeRO-2 frees only after the last.
         optimizer: two moments; one for the matrices that Muon updates. Nothing if they are on the host.
         activations: activations that are kept from forward to backward, of all micro-batches in flight.
-        buffers: rows that travel between ranks, float32 gradients of keys and values of sliced sequences, weights that
-            ZeRO-3 has gathered.
+        buffers: rows that travel between ranks, handovers, weights that ZeRO-3 has gathered.
         logits: logits of one piece, with their gradient, log-softmax and float32 copy.
         working: bytes beyond all these that the fullest op needs while it runs.
         workspace: device context, communicators, fragmentation.
@@ -125,14 +125,11 @@ def peak_memory(
     Args:
         too_much: number of bytes → whether nobody asks what more than these are. Some of the memory is then enough.
     """
-    rows, sliced = buffers(rank, pieces.slicing, imbalance, _alone(pieces, keeping)), slices_of(pieces.slicing)
-    away = {block: freed_bytes(rank, block, pieces.offload, sliced, imbalance) for block in rank.job.different}
-    size = {block: block_activations(rank, block, pieces.recompute, sliced, imbalance) - away[block] for block in away}
-    memories = list[Memory]()
+    position, memories = _Position(rank, layout, pipeline, pieces, imbalance, keeping), list[Memory]()
     for place in reversed(layout.fullest):  # the first position keeps most micro-batches
-        memory = _idle(rank, layout, place, pipeline, pieces, imbalance, keeping, rows, size, away)
+        memory = position.idle(place)
         if not too_much(memory.total):
-            running = _fullest_backward(rank, layout, place, pieces, imbalance, size, keeping)
+            running = position.fullest_backward(place)
             memory = memory._replace(working=max(memory.working, running - memory.logits))
         if too_much(memory.total):
             return memory
@@ -140,43 +137,78 @@ def peak_memory(
     return max(reversed(memories), key=attrgetter("total"))
 
 
-def _idle(
-    rank: RankCosts,
-    layout: PipelineLayout,
-    place: int,
-    pipeline: PipelineGraph,
-    pieces: Pieces,
-    imbalance: float,
-    keeping: Keeping,
-    rows: float,
-    size: Mapping[BlockSpec, float],
-    away: Mapping[BlockSpec, float],
-) -> Memory:
-    """Return the memory of a position without what its ops need while they run.
+class _Position:
+    """The memory of any position of a pipeline. The arguments are those of `peak_memory`.
 
-    Args:
+    Attributes:
         size, away: bytes that each block keeps on the device and on the host.
     """
-    content = layout.positions.content(place)
-    flying = blocks_in_flight(layout, pipeline, place, keeping.woven)
-    if keeping.ahead is not None:
-        size = {block: size[block] for block, _ in content.blocks}
-        left = {block: operands(rank, block, imbalance) for block in size}
-        in_order, less = sum(count for _, count in flying), bool(pieces.recompute or pieces.offload)
-        kept = kept_by_list(content.blocks, size, left, in_order, pipeline.micro_batches, keeping.ahead, less)
-    else:
-        kept = sum([count * size[block] for block, count in flying])
-        kept += keeping.woven * max([size[block] for block, _ in content.blocks])
-    if pieces.offload:
-        kept += fullest(content.blocks, away, keeping.on_the_way(pipeline.virtual_stages), pipeline.micro_batches)
-    several, workspace = pipeline.micro_batches * pieces.batch_degree > 1, rank.device.share["workspace"] * GIB
-    weights, gradients, optimizer, behind = _at_rest(rank, content, several)
-    kept *= pieces.batch_degree
-    if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
-        rows += (content.heads - 1) * pieces.slicing.length * rank.sequences * rank.model.hidden * rank.device.bytes
-    slicing = pieces.slicing
-    logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
-    return Memory(weights, gradients, optimizer, kept, rows, logits, max(0.0, behind - kept - rows - logits), workspace)
+
+    def __init__(
+        self,
+        rank: RankCosts,
+        layout: PipelineLayout,
+        pipeline: PipelineGraph,
+        pieces: Pieces,
+        imbalance: float,
+        keeping: Keeping,
+    ):
+        self.rank, self.layout, self.pipeline, self.pieces = rank, layout, pipeline, pieces
+        self.imbalance, self.keeping, sliced = imbalance, keeping, slices_of(pieces.slicing)
+        self.alone = keeping == _NO_MORE and pieces.hiding == "nothing"  # no op runs beside those of another piece
+        different = rank.job.different
+        self.away = {block: freed_bytes(rank, block, pieces.offload, sliced, imbalance) for block in different}
+        self.size = {
+            block: block_activations(rank, block, pieces.recompute, sliced, imbalance) - self.away[block] for block in different
+        }
+
+    def idle(self, place: int) -> Memory:
+        """Return the memory of a position without what its ops need while they run."""
+        rank, pieces, content = self.rank, self.pieces, self.layout.positions.content(place)
+        several, slicing = self.pipeline.micro_batches * pieces.batch_degree > 1, pieces.slicing
+        weights, gradients, optimizer, behind = _at_rest(rank, content, several)
+        kept, rows = self.kept(place) * pieces.batch_degree, buffers(rank, slicing, self.imbalance, self.alone)
+        if content.head:  # gradients of all heads but the last one wait until the blocks between the heads go backward
+            rows += (content.heads - 1) * residual(rank)
+        logits = max((head_logits(rank, max(cut)) for kind, cut in ends_of(content, slicing) if kind == HEAD), default=0.0)
+        workspace = rank.device.share["workspace"] * GIB
+        return Memory(weights, gradients, optimizer, kept, rows, logits, max(0.0, behind - kept - rows - logits), workspace)
+
+    def kept(self, place: int) -> float:
+        """Return the bytes that a position keeps on the device from forward to backward, of one part of each micro-batch."""
+        rank, content, keeping, pipeline, size = (
+            self.rank, self.layout.positions.content(place), self.keeping, self.pipeline, self.size,
+        )  # fmt: skip
+        flying = blocks_in_flight(self.layout, pipeline, place, keeping.woven)
+        if keeping.ahead is not None:
+            own = {block: size[block] for block, _ in content.blocks}
+            left = {block: operands(rank, block, self.imbalance) for block in own}
+            in_order, less = sum(count for _, count in flying), bool(self.pieces.recompute or self.pieces.offload)
+            kept = kept_by_list(content.blocks, own, left, in_order, pipeline.micro_batches, keeping.ahead, less)
+        else:
+            kept = sum([count * size[block] for block, count in flying])
+            kept += keeping.woven * max([size[block] for block, _ in content.blocks])
+        if self.pieces.offload:
+            kept += fullest(content.blocks, self.away, keeping.on_the_way(pipeline.virtual_stages), pipeline.micro_batches)
+        return kept
+
+    def fullest_backward(self, place: int) -> float:
+        """Return the bytes that the fullest op of a position needs while it goes backward, beside what is kept and `buffers`.
+
+        Blocks go backward one after another, and those before have freed what they kept. Where pieces of several blocks overlap,
+        the last one of them may still have it. A found list has no such order, and while two micro-batches are woven, one keeps
+        what the other one frees.
+        """
+        pieces, most = self.pieces, 0.0
+        parts, overlaps = pieces.batch_degree * (self.keeping == _NO_MORE), pieces.hiding == "all"
+        for number in self.layout.forms_at[place]:
+            freed = last = 0.0  # by all blocks before, and by the last one of them
+            for block, count in self.layout.backward[number]:
+                running = _running(self.rank, block, pieces, self.imbalance, self.alone)
+                most = max(most, running - (freed - last * overlaps))
+                last = parts * self.size[block]
+                freed += count * last
+        return most
 
 
 class _Resting(NamedTuple):
@@ -200,37 +232,6 @@ def _at_rest(rank: RankCosts, content: Content, several: bool) -> _Resting:
     return _Resting(weights, gradients, optimizer, max(after_backward(rank, content, several), updating))
 
 
-def _alone(pieces: Pieces, keeping: Keeping) -> bool:
-    """Whether no op runs beside those of another piece."""
-    return keeping == _NO_MORE and pieces.hiding == "nothing"
-
-
-def _fullest_backward(
-    rank: RankCosts,
-    layout: PipelineLayout,
-    place: int,
-    pieces: Pieces,
-    imbalance: float,
-    size: Mapping[BlockSpec, float],
-    keeping: Keeping,
-) -> float:
-    """Return the bytes that the fullest op of a position needs while it goes backward, beside what is kept and `buffers`.
-
-    Blocks go backward one after another, and those before have freed what they kept. Where pieces of several blocks overlap, the
-    last one of them may still have it. A found list has no such order, and while two micro-batches are woven, one keeps what the
-    other one frees.
-    """
-    parts, overlaps, alone = pieces.batch_degree * (keeping == _NO_MORE), pieces.hiding == "all", _alone(pieces, keeping)
-    most = 0.0
-    for number in layout.forms_at[place]:
-        freed = last = 0.0  # by all blocks before, and by the last one of them
-        for block, count in layout.backward[number]:
-            most = max(most, _running(rank, block, pieces, imbalance, alone) - (freed - last * overlaps))
-            last = parts * size[block]
-            freed += count * last
-    return most
-
-
 @shared_by_ops
 def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float, alone: bool) -> float:
     """Return the bytes that a block's fullest op needs while it goes backward, with what it keeps for that if it runs again.
@@ -252,7 +253,7 @@ def _running(rank: RankCosts, block: BlockSpec, pieces: Pieces, imbalance: float
         if block.moe:
             attends -= expert_activations(rank, block, pieces.recompute, imbalance) + combined_rows(rank, block)
     feeds = networks(rank, block, slicing, imbalance) + again((EXPERT, FFN, SHARED), slicing.moe)
-    return max(attends, feeds)
+    return max(attends, feeds) + residual(rank)  # the gradient of the block's output
 
 
 def kept_by_list(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from foldray.activations import find_activation
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
+from foldray.blueprint.grouping import one_by_one
 from foldray.costs.candidate import Content
 from foldray.costs.device import FLOAT32
 from foldray.costs.hardware import counts
@@ -22,9 +23,8 @@ from foldray.kinds import ATTENTION, EXPERT, FFN
 def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0, alone: bool = False) -> float:
     """Return the bytes of buffers.
 
-    They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, float32 gradients of one
-    layer's keys and values if the sequence is sliced, and the weights of the largest attention and of the largest experts
-    under ZeRO-3.
+    They hold the rows that two pieces send and receive, a handover that arrives and one that leaves, and the weights of the
+    largest attention and of the largest experts under ZeRO-3.
 
     Args:
         alone: whether no op runs beside those of another piece, so that only one piece has rows that travel.
@@ -32,9 +32,6 @@ def buffers(rank: RankCosts, slicing: Slicing, imbalance: float = 1.0, alone: bo
     model, fold, b = rank.model, rank.fold, rank.device.bytes
     total = (1 if alone else 2) * exchanged(rank, slicing, imbalance)
     total += 2 * slicing.length * rank.sequences * model.hidden * b * (fold.pp > 1)
-    if slicing.cuts_attention:
-        widths = [_keys_and_values(rank, block.attention) for block in rank.job.different if not block.attention.linear]
-        total += FLOAT32 * slicing.length * rank.sequences * fold.cp * max(widths, default=0)
     if rank.zero == 3:
         by_kind = [[count for (of, _), count in rank.weights.items() if of == kind] for kind in (ATTENTION, EXPERT)]
         total += b * sum(max(numbers, default=0.0) for numbers in by_kind)
@@ -105,13 +102,18 @@ def in_chunks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: fl
 
 
 def passing_keys(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: float = 1.0) -> float:
-    """Return the bytes of other ranks' keys and values, and of float32 gradients, while a block attends to whole sequences.
+    """Return the bytes of other ranks' keys and values while a block attends, and of float32 gradients of keys and values.
 
-    A ring holds the keys and values of two other ranks (`model/context.py`), and an all-gather those of all ranks.
+    A ring holds the keys and values of two other ranks (`model/context.py`), and an all-gather those of all ranks. Slices keep
+    those of all ranks, and their gradients add up until the first slice has gone backward.
     """
-    if rank.fold.cp == 1 or slicing.cuts_attention or block.attention.linear:
+    if block.attention.linear:
         return 0.0
     numbers = slicing.length * rank.sequences * _keys_and_values(rank, block.attention)
+    if slicing.cuts_attention:
+        return FLOAT32 * rank.fold.cp * numbers
+    if rank.fold.cp == 1:
+        return 0.0
     return numbers * (2 if rank.job.context == "ring" else rank.fold.cp) * (rank.device.bytes + FLOAT32)
 
 
@@ -144,10 +146,16 @@ def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: F
     """Return the bytes of a network's backward between its two products, and of the gradients of its weights.
 
     These are the gradients of both sides of the activation, and the activation's result again, for the rows that a rank would
-    have if it had the whole width of the network.
+    have if it had the whole width of the network. A CPU that computes experts one after another has those of one at a time. On a
+    GPU, gradients of weights follow when that of the activation's result is gone.
     """
-    inner = (2 + find_activation(rank.model.ffn).beside) * spec.inner
-    return (rows * (spec.width + inner) + _weight_gradients(rank, kind, block, spec)) * rank.device.bytes
+    local = block.moe.experts / rank.fold.ep if kind == EXPERT and block.moe else 1.0
+    on_cpu, made = rank.device.hardware.processors == 1, _weight_gradients(rank, kind, block, spec)
+    if on_cpu and one_by_one(rows, rank.model.hidden, spec.inner, local):
+        rows /= local
+    passing = rows * (1 + find_activation(rank.model.ffn).beside) * spec.inner
+    both = passing + made if on_cpu else max(passing, made)
+    return (rows * (spec.width + spec.inner) + both) * rank.device.bytes
 
 
 def _weight_gradients(rank: RankCosts, kind: str, block: BlockSpec, spec: FeedForwardSpec) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -40,12 +40,15 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._follow(each)
-        self.peak = max(self.peak, self.now)
+        self.follow(each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
         self.kernels += not function.is_view and not str(function).startswith(_NO_KERNELS)
         return result
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that another thread has made, whose calls are not seen here."""
+        for tensor in tensors:
+            self._follow(tensor)
+        self.peak = max(self.peak, self.now)
 
     def _follow(self, tensor: torch.Tensor) -> None:
         number, size = storage(tensor)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from foldray.blueprint import ModelSpec
+from foldray.costs import working
 from foldray.costs.activations import block_activations
 from foldray.costs.candidate import FAMILY, Candidate, Job
 from foldray.costs.device import Device
@@ -30,6 +31,12 @@ from tests.foldray.costs.fake_step import Step, run_step
 from tests.patches import patched
 
 LENGTH = 8192
+
+
+@pytest.fixture(autouse=True)
+def experts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of a step run in a GPU's kernels."""
+    monkeypatch.setattr(working, "one_by_one", lambda *sizes: False)
 
 
 class Case(NamedTuple):

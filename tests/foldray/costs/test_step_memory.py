@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
+from threading import current_thread, main_thread
 from typing import Any, NamedTuple
 
 import pytest
+from torch import Tensor
 
-from foldray.comm import Groups
+from foldray.comm import Groups, Pending
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.memory import ledger
@@ -18,6 +20,7 @@ from foldray.recipe import Recipe
 from foldray.refold import as_candidate
 from tests.foldray.live import Live
 from tests.foldray.parity import engine_of, make_recipe, own_batches
+from tests.patches import patched
 
 EOS = load_hardware("eos-h100").model_copy(update={"processors": 1})  # runs are those of a CPU
 SIZES: dict[str, Any] = {
@@ -79,7 +82,15 @@ def cases(count: int) -> list[Case]:
 
 def peak(rank: int, recipe: Recipe) -> int:
     """Return the bytes of all that is alive on a rank at the fullest moment of its second step, weights and moments included."""
-    with Live() as live:
+    arrived = Pending.wait
+
+    def wait(pending: Pending) -> tuple[Tensor, ...]:
+        tensors = arrived(pending)
+        if current_thread() is main_thread():  # which may get what another thread has made
+            live.follow(tensors)
+        return tensors
+
+    with Live() as live, patched(Pending, "wait", wait):
         groups = Groups.create(recipe.placed_fold, rank)
         engine = engine_of(recipe, groups)
         for step in range(2):
@@ -95,11 +106,11 @@ def peak(rank: int, recipe: Recipe) -> int:
 @pytest.mark.nightly("trains models of width 256 on up to four ranks")
 @pytest.mark.parametrize("case", cases(40), ids=str)
 def test_the_ledger_counts_what_a_step_needs(ranks, case: Case) -> None:
-    """It may count too much where moments are bounded that do not come together, and hardly ever too little."""
+    """The bytes that are alive at the fullest moment agree within 2.5 %."""
     candidate = as_candidate(case.recipe)
     device = Device.of(candidate.job, EOS)
     counted = ledger(candidate, RankCosts(candidate.job, candidate.fold, device, candidate.micro_batch, candidate.zero))
     fullest = max(ranks(case.workers).run(peak, case.recipe, timeout=240))
     ratio = fullest / (counted.total - counted.workspace)
     print(f"step-memory {ratio:.3f} {case}")
-    assert 0.9 <= ratio <= 1.04, counted
+    assert 0.975 <= ratio <= 1.025, counted
