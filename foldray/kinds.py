@@ -19,6 +19,7 @@ backward is that of a sequence."""
 EMBED, PROJECT, GATHER, ATTENTION, FFN, HEAD = "embed", "project", "gather", "attention", "ffn", "head"
 ROUTE, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE = "route", "counts", "dispatch", "expert", "combine", "merge"
 SHARED = "shared"
+INTRA_DISPATCH, INTRA_COMBINE = "intra_dispatch", "intra_combine"
 HANDOVER, REDUCE, COPY, OFFLOAD, STAGE = "handover", "reduce", "copy", "offload", "stage"
 
 
@@ -69,6 +70,8 @@ _ROWS = (
     OpKind(HEAD, "output", "H", "head", "#6b7280", "norm, logits, loss", weights=True),
     OpKind(DISPATCH, "micro_batches", "D", "dispatch", "#2f855a", "rows to their experts", "both", "tokens"),
     OpKind(COMBINE, "micro_batches", "C", "combine", "#6b4fbb", "rows back", "both", "tokens"),
+    OpKind(INTRA_DISPATCH, "micro_batches", "P", "intra dispatch", "#68b984", "rows inside a node", "both", "tokens_inside"),
+    OpKind(INTRA_COMBINE, "micro_batches", "G", "intra combine", "#a795dc", "rows back inside a node", "both", "tokens_inside"),
     OpKind(COUNTS, "micro_batches", "n", "row counts", "#a21caf", "how many rows go where", "both", "counts"),
     OpKind(GATHER, "slices", "K", "keys, values", "#be185d", "keys and values of a slice to the context group", travels="keys"),
     OpKind(HANDOVER, "output", ">", "handover", "#0e7490", "activations or their gradient between stages", travels="handovers"),
@@ -83,8 +86,8 @@ _ROWS = (
 OP_KINDS: Mapping[str, OpKind] = {row.name: row for row in _ROWS}
 """Kinds by name, in the order of a legend."""
 
-EXCHANGES = tuple(row.name for row in _ROWS if row.travels == "tokens")
-"""Kinds that carry the rows of MoE layers."""
+EXCHANGES = tuple(row.name for row in _ROWS if row.travels in ("tokens", "tokens_inside"))
+"""Kinds that carry the rows of MoE layers, between nodes or inside them."""
 
 RECOMPUTABLE = tuple(row.name for row in _ROWS if row.recomputable)
 """Kinds whose forward may run again."""

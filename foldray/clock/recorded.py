@@ -91,7 +91,9 @@ class Ranks:
         seconds = {}
         for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
             channel = self.channel(ranked)
-            seconds[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start)))
+            # On a GPU, rows that go on have a span from when they line up behind what brings them.
+            brought = (whole[need].end for need in self.needs(ranked) if need in whole)
+            seconds[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start), *brought))
             arrived[channel] = span.end
         return seconds
 
@@ -170,7 +172,7 @@ def replay(graph: Graph, recordings: Sequence[Recording], shown: int = 0, scale:
     """Run a recorded step again on the simulator's clock.
 
     An op that computes takes as long as it did on its rank. A collective takes the time until its end, from the moment when
-    the last rank had started it and the collective before it on the same channel had ended.
+    the last rank had started it, and the collective before it on the same channel and those that it needs had ended.
 
     Args:
         shown: the rank whose spans the result has.

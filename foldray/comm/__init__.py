@@ -1,7 +1,7 @@
 """Communication between ranks. No other package in foldray/ makes process groups or calls collectives."""
 
 from foldray.comm.activity import Activity
-from foldray.comm.communicator import Communicator, Count, Pending, Traffic
+from foldray.comm.communicator import Communicator, Count, Pending, Traffic, used_here
 from foldray.comm.dispatch_queue import DispatchQueue
 from foldray.comm.exchange import (
     gather_rows,

@@ -153,8 +153,22 @@ class Pending:
         self._kept = ()
         if self._after is not None:
             read, self._after = self._after, None
-            self._tensors = tuple(read(self._tensors))
+            self._tensors = tuple(read(used_here(self._tensors)))
         return self._tensors
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The tensors that are sent, until somebody has waited."""
+        return self._kept
+
+
+def used_here(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors, whose memory stays theirs until the current stream of a GPU has used them, whatever stream it is of."""
+    tensors = tuple(tensors)
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensors
 
 
 def _watched(works: Sequence[dist.Work], call: Callable[[], None]) -> Future:

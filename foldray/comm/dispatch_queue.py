@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future, collect_all
 
-from foldray.comm.communicator import Pending
+from foldray.comm.communicator import Pending, used_here
 
 
 class DispatchQueue:
@@ -23,10 +23,14 @@ class DispatchQueue:
 
     On a GPU there is no thread. The caller goes on with what it can give the GPU, and then calls `advance`. An operation waits
     only for what the GPU had to do when it came into the queue, on a stream of its own.
+
+    Args:
+        beside: the queue of another communicator. On a GPU, operations of both start in the order in which they come, because all
+            ranks must start all operations in one order; but no stream waits for the other queue's operations.
     """
 
-    def __init__(self) -> None:
-        self._later: deque[_QueuedOperation] = deque()  # on a GPU
+    def __init__(self, beside: DispatchQueue | None = None) -> None:
+        self._later: deque[_QueuedOperation] = deque() if beside is None else beside._later  # on a GPU
         self._stream: torch.cuda.Stream | None = None
         self._queue: SimpleQueue[_QueuedOperation | None] = SimpleQueue()
         self._lock, self._waiting = Lock(), 0
@@ -66,8 +70,7 @@ class DispatchQueue:
             stream.wait_event(now)
             with torch.cuda.stream(stream):
                 pending = begin()
-            for tensor in pending.tensors:  # they are of the other stream's memory
-                tensor.record_stream(torch.cuda.current_stream(device))
+            used_here([*pending.tensors, *pending.kept])  # they are of the other stream's memory
             return pending
 
         return begin_beside
@@ -134,7 +137,7 @@ class _QueuedOperation(Pending):
             return [done]
 
     def wait(self) -> tuple[Tensor, ...]:
-        if self._advance is not None:
+        if self._advance is not None and not self._started.is_set():
             self._advance()
         self._started.wait()
         if self._error is not None:

@@ -56,7 +56,7 @@ class Groups:
         rows_up, rows_down, row_counts: if the experts have ranks of their own: rows to experts, rows to attention, and how many
             rows come. Otherwise, and for `expert_stage` on ranks of attention, they have no other member.
         expert_stage: the ranks of a position of such experts.
-        tokens_queue: the queue in which all-to-alls of tokens start.
+        tokens_queue, tokens_inside_queue: the queues in which all-to-alls of tokens start.
         rows_queue: the queue in which this rank begins to receive rows, if the experts have ranks of their own.
         timeout: timeout of every collective; None is the default of the process group.
     """
@@ -87,7 +87,11 @@ class Groups:
     _process_groups: list[dist.ProcessGroup]
     _node: Callable[[int], int] | None = None
     tokens_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
+    tokens_inside_queue: DispatchQueue = field(init=False)
     rows_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens_inside_queue", DispatchQueue(self.tokens_queue))
 
     @classmethod
     def create(
@@ -151,6 +155,7 @@ class Groups:
     def close(self) -> None:
         """Destroy the process groups. Otherwise threads and sockets would pile up in a process that makes new groups."""
         self.tokens_queue.close()
+        self.tokens_inside_queue.close()
         self.rows_queue.close()
         while self._process_groups:
             dist.destroy_process_group(self._process_groups.pop())

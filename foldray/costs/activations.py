@@ -51,7 +51,7 @@ def block_activations(
         # Without TP, the shared expert and the router have the same input tensor.
         total += _feed_forward(rank, n, block.moe.shared) - n * model.hidden * b * (fold.tp == 1 and model.adapter is None)
         total += n * model.hidden * b * block.moe.shared_gate  # its output
-    return total + expert_activations(rank, block, again, imbalance) + combined_rows(rank, block)
+    return total + expert_activations(rank, block, again, imbalance) + passed_on(rank, imbalance) + combined_rows(rank, block)
 
 
 def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
@@ -66,6 +66,13 @@ def combined_rows(rank: RankCosts, block: BlockSpec) -> float:
     return n * block.moe.topk * (rank.model.hidden * rank.device.bytes + _WEIGHTED_ROW)
 
 
+def passed_on(rank: RankCosts, imbalance: float = 1.0) -> float:
+    """Return those bytes of `block_activations` that say where a node's rows go, if a rank passes them on."""
+    rows, fold = rank.travelling, rank.fold
+    tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * imbalance
+    return INT64 * tokens * (rows.inside + rows.fullest * min(rank.model.topk, fold.ep_inside)) * bool(rows.inside)
+
+
 def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...] = (), imbalance: float = 1.0) -> float:
     """Return those bytes of `block_activations` that belong to the experts: their rows, and what they compute."""
     assert block.moe
@@ -73,15 +80,12 @@ def expert_activations(rank: RankCosts, block: BlockSpec, again: tuple[str, ...]
     tokens = rank.job.seq_len / (fold.cp * fold.tp) * rank.sequences * imbalance
     rows, arrived = tokens * block.moe.topk * rank.overload, tokens * rank.travelling.arrived
     if EXPERT in again:
-        return tokens * rank.travelling.fullest * (row + sum(beside))
+        return arrived * (row + sum(beside))
     # As the products take them: gathered, by expert.
     given, b = rank.model.adapter, rank.device.bytes
     narrow = given.rank * (given.inwards + given.outwards) if given else 0  # between the two products of adapters
     # Frozen products keep no input.
     computed = rows * ((given is None or given.inwards) * fold.etp * row + (block.moe.expert.width + fold.etp * narrow) * b)
-    if rank.travelling.inside:  # places of rows that a node passes on, and of their weights
-        to_node = tokens * rank.travelling.fullest
-        computed += 2 * INT64 * arrived + INT64 * to_node * (block.moe.topk + min(block.moe.topk, fold.ep_inside))
     return computed + (fold.etp * summed_rows(rank, block, rows, arrived) if beside else 0.0)
 
 

@@ -26,6 +26,7 @@ from foldray.costs.activations import (
     expert_activations,
     expert_operands,
     operands,
+    passed_on,
     slices_of,
     summed_rows,
 )
@@ -246,7 +247,7 @@ class ApartWork(OpWork):
         if EXPERT in again:
             return rows * (model.hidden * rank.device.bytes + model.topk * (FLOAT32 + INT64))  # with their weights and experts
         if rank.travelling.inside:
-            return expert_activations(rank, block)
+            return expert_activations(rank, block) + passed_on(rank)
         summed = summed_rows(rank, block, tokens * model.topk * rank.overload, rows * rank.overload)
         return expert_activations(rank, block) + fold.etp * summed
 

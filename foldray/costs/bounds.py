@@ -10,13 +10,29 @@ from foldray.blueprint import BlockSpec
 from foldray.costs.candidate import Content, Pieces, PipelineLayout, Positions
 from foldray.costs.rank import RankCosts, Totals, shared_by_ops
 from foldray.graph import Slicing, gathers
-from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, GATHER, HEAD, MERGE, OP_KINDS, PROJECT, ROUTE, SHARED
+from foldray.kinds import (
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EMBED,
+    EXPERT,
+    FFN,
+    GATHER,
+    HEAD,
+    INTRA_COMBINE,
+    INTRA_DISPATCH,
+    MERGE,
+    OP_KINDS,
+    PROJECT,
+    ROUTE,
+    SHARED,
+)
 
 _TRAVEL = frozenset(name for name, row in OP_KINDS.items() if row.travels)
-_DENSE, _MOE = (ATTENTION, FFN), (ATTENTION, ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 _ROUTED = (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
 _BESIDE = (GATHER, SHARED)
 """Ops beside the chain that one piece goes through."""
+_NOTHING = Totals(0.0, 0.0, 0.0)
 
 
 class PassWork(NamedTuple):
@@ -25,14 +41,26 @@ class PassWork(NamedTuple):
     Args:
         computed: all computation.
         travels: all all-to-alls.
+        inside: those of them inside nodes, if rows travel between nodes besides. Both may travel at once.
         least: a lower bound of the whole pass if blocks drain.
         piece: a lower bound of the seconds until the first piece is through.
     """
 
     computed: float
     travels: float
+    inside: float
     least: float
     piece: float
+
+    @property
+    def across(self) -> float:
+        """All-to-alls that are not inside nodes, or all of them."""
+        return self.travels - self.inside
+
+    @property
+    def link(self) -> float:
+        """All-to-alls on the link that has most of them."""
+        return max(self.across, self.inside)
 
 
 class StageBound(NamedTuple):
@@ -43,7 +71,8 @@ class StageBound(NamedTuple):
 
 
 def _ops(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[str, ...]:
-    kinds = (*_MOE, *((SHARED,) if block.moe.shared else ())) if block.moe else _DENSE
+    network = (*rank.mixture, *((SHARED,) if block.moe.shared else ())) if block.moe else (FFN,)
+    kinds = (ATTENTION, *network)
     return (PROJECT, GATHER, *kinds) if gathers(pieces.slicing, rank.fold.cp) else kinds
 
 
@@ -89,15 +118,15 @@ def _block_works(rank: RankCosts, block: BlockSpec, pieces: Pieces) -> tuple[Pas
 
 
 def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[str, float], pieces: Pieces) -> PassWork:
-    """Return the work of one pass of a block. Ops compute one after another, and all-to-alls travel one after another.
+    """Return the work of one pass of a block. Ops compute one after another, and so do all-to-alls travel on a link.
 
     Gathered keys and values do not count: other ops can hide them.
 
     A block in one piece is a chain, except that the shared expert runs while rows travel to experts, or gradients come back, and
-    that experts may be recomputed while their gradients travel to them. For several
-    pieces, `least` is the largest of three bounds of a block that drains: all computation; all travel, with attention and
-    routing of a piece before it and a weighted sum after it; attention, routing and experts of all pieces, with one combine
-    and weighted sum after them. Backward has the reverse order and the same bounds.
+    that experts may be recomputed while their gradients travel to them. For several pieces, `least` is the largest of three
+    bounds of a block that drains: all computation; all travel on a link, with what a piece does before and after it; attention,
+    routing and experts of all pieces, with one combine and weighted sum after them. Backward has the reverse order and the same
+    bounds.
 
     Args:
         totals: kind → seconds of the ops of this pass.
@@ -110,16 +139,19 @@ def _pass_work(block: BlockSpec, totals: Mapping[str, Totals], again: Mapping[st
         piece += seconds.least if kind not in _BESIDE else 0.0
     computed = plain + sum(again.values())
     if not block.moe:
-        return PassWork(computed, 0.0, computed, piece)
-    combine, merge = totals[COMBINE], totals[MERGE]
-    travels = totals[DISPATCH].total + combine.total
+        return PassWork(computed, 0.0, 0.0, computed, piece)
+    dispatch, combine, merge = totals[DISPATCH], totals[COMBINE], totals[MERGE]
+    there, back = totals.get(INTRA_DISPATCH, _NOTHING), totals.get(INTRA_COMBINE, _NOTHING)
+    inside = there.total + back.total
+    travels = dispatch.total + combine.total + inside
     if pieces.hiding == "nothing":
         shared = (totals[SHARED].total if SHARED in totals else 0.0) + again.get(SHARED, 0.0)
-        hidden = min(again.get(EXPERT, 0.0), combine.total) + min(shared, totals[DISPATCH].total)
-        return PassWork(computed, travels, computed + travels - hidden, piece)
-    bound_by_link = totals[ATTENTION].first + totals[ROUTE].least + travels + merge.least
-    last_back = plain - merge.total + merge.least + combine.least
-    return PassWork(computed, travels, max(computed, bound_by_link, last_back), piece)
+        hidden = min(again.get(EXPERT, 0.0), combine.total + back.total) + min(shared, dispatch.total + there.total)
+        return PassWork(computed, travels, inside, computed + travels - hidden, piece)
+    by_link = max(dispatch.total + combine.total, inside and dispatch.least + inside + combine.least)
+    bound_by_link = totals[ATTENTION].first + totals[ROUTE].least + by_link + merge.least
+    last_back = plain - merge.total + merge.least + back.least + combine.least
+    return PassWork(computed, travels, inside, max(computed, bound_by_link, last_back), piece)
 
 
 def stage_works(rank: RankCosts, content: Content, pieces: Pieces) -> tuple[PassWork, PassWork]:
@@ -135,14 +167,15 @@ def _together(
 ) -> PassWork:
     """Return the work of a pass: embedding and head, and several blocks of each kind."""
     computed = least = sum([totals[back].total for totals in ends]) if ends else 0
-    travels = piece = 0.0
+    travels = inside = piece = 0.0
     for works, count in blocks:
         of_block = works[back]
         computed += count * of_block.computed
         travels += count * of_block.travels
+        inside += count * of_block.inside
         least += count * of_block.least
         piece += count * of_block.piece
-    return PassWork(computed, travels, least, piece)
+    return PassWork(computed, travels, inside, least, piece)
 
 
 def common_computed(rank: RankCosts, content: Content, pieces: Pieces) -> float:
@@ -173,8 +206,8 @@ def stage_bounds(rank: RankCosts, contents: Sequence[Content], pieces: Pieces) -
 def _stage_bound(rank: RankCosts, content: Content, pieces: Pieces) -> StageBound:
     crowding, total, piece = rank.device.share["crowding"], 0.0, 0.0
     for work in stage_works(rank, content, pieces):
-        least = max(work.computed, work.travels) if pieces.hiding == "all" else work.least
-        total += least + crowding * (work.computed + work.travels - least)
+        least = max(work.computed, work.link) if pieces.hiding == "all" else work.least
+        total += least + crowding * max(0.0, work.computed + work.link - least)
         piece += work.piece
     return StageBound(pieces.batch_degree * total, piece)
 

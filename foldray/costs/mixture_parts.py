@@ -80,23 +80,36 @@ class MixtureParts(Parts):
         for row_bytes in messages:
             yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * row_bytes))
 
+    def _intra_dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._passed_on(tokens, sum(self.travelling.beside[: 1 if back else 2]))
+
+    def _intra_combine(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
+        yield from self._passed_on(tokens)
+
+    def _passed_on(self, tokens: range, beside: float = 0.0) -> Iterator[Work]:
+        """Yield all-to-alls inside a node: of rows, and of what is beside them. Nothing rounds these rows."""
+        for row_bytes in (self._width, *([beside] if beside else [])):
+            sent = self._rows(tokens) * self.travelling.inside * row_bytes
+            yield self._travel("ep_inside", self.network.exchange("ep_inside", sent))
+
     def _expert(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         moe, fold, hidden = _mixture(block), self.fold, self.model.hidden
         rows, local = self._rows(tokens) * moe.topk * fold.etp * self.overload, moe.experts / fold.ep
         arrived, beside = self._rows(tokens) * self.travelling.arrived * fold.etp, self.travelling.beside
         inner, width = moe.expert.inner / fold.etp, moe.expert.width / fold.etp
         yield from self._zero3(EXPERT, block, back)
-        # ETP gathers rows before the experts and scatters results after them; in backward the reverse. The ranks of a node pass
-        # rows on in the same way. Numbers of experts have no gradients.
+        # ETP gathers rows before the experts and scatters results after them; in backward the reverse. Numbers of experts have no
+        # gradients.
         times, given = 2 if back else 1, beside[:1] if back else beside
         for row_bytes in (self._width, self._width, *given):
             yield self._travel("etp", self.network.gather("etp", arrived * row_bytes))
         if self.travelling.inside:
-            passed = self._rows(tokens) * self.travelling.inside
-            for row_bytes in (self._width, self._width, sum(given)):
-                yield self._travel("ep_inside", self.network.exchange("ep_inside", passed * row_bytes))
-            yield self._permuted(times * 3 * passed * self._width)
+            # Copies and sums of rows that are passed on take the device from the experts, whichever stream they are on.
+            yield self._permuted(times * 3 * self._rows(tokens) * self.travelling.inside * self._width)
             yield self._launch("once_inside", back)
+            if fold.disjoint:  # a rank of the experts waits for rows in this op
+                yield from self._intra_combine(block, tokens, back)
+                yield from self._intra_dispatch(block, tokens, back)
         # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
         if beside:
             yield self._permuted(times * (3 * rows + arrived) * self._width)

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec
-from foldray.clock import CompiledSchedule, Host
+from foldray.clock import CompiledSchedule, Host, Span, length, merged
 from foldray.costs.bounds import ends_of, stage_works
 from foldray.costs.candidate import Candidate, Content, StageForm
 from foldray.costs.rank import RankCosts, pieces_of
@@ -219,8 +219,10 @@ class Passes:
         count = len(order.compiled.ops) if head else order.before_head
         starts, ends = (times[:count] for times in order.compiled.run([price.lanes for price in prices])[:2])
         seconds = max(ends)
-        # At least one op runs at any time. If two run, one of them travels while the other computes.
-        lost, waiting = self._crowding * (sum(ends) - sum(starts) - seconds) if self._crowding else 0.0, 0.0
+        # At least one op runs at any time. If two run, one of them travels while the other computes, or both travel.
+        lost, waiting = 0.0, 0.0
+        if self._crowding:
+            lost = self._crowding * (sum(ends) - sum(starts) - seconds - self._both_links(order, starts, ends))
         if self.rank.device.share["issue"]:
             starts, ends = self._issued(order, prices, count)
             waiting = max(0.0, max(ends) - seconds)
@@ -231,6 +233,13 @@ class Passes:
         taken = [Moment(part, tokens, starts[i]) for i, part, tokens in order.taken]
         given = sorted([(ends[i], part, tokens) for i, part, tokens in order.given], key=itemgetter(0))
         return Pass(stretch, taken, [Moment(part, tokens, seconds - end) for end, part, tokens in given])
+
+    def _both_links(self, order: StageList, starts: Sequence[float], ends: Sequence[float]) -> float:
+        """Return the seconds in which rows travel between nodes and inside them."""
+        if not self.rank.travelling.inside:
+            return 0.0
+        spans = [Span(starts[i], ends[i]) for i in range(len(ends)) if order.compiled.channel_of[i] >= 0]
+        return sum(span.end - span.start for span in spans) - length(merged(spans))
 
     def _issued(self, order: StageList, prices: Sequence[Price], count: int) -> tuple[list[float], list[float]]:
         """Return starts and ends of a pass that follows one like it, with the host and the GPU on clocks of their own."""

@@ -273,9 +273,11 @@ class Step:
         if reduction.kind == "end" or not whole:
             return Departure(whole, 0.0, 0.0, 0.0, 0.0, 0.0)
         stretch, batch_degree, blocks = self._stretch(form, "B"), self.pieces.batch_degree, max(1, len(form.blocks))
-        travels = batch_degree * stage_works(rank, content, self.pieces)[True].travels
-        exposed = self._exposed_rows(form, "B")
-        waits = min(1.0, max(0.0, exposed / travels)) if travels else 0.0  # share of all-to-alls in which nothing computes
+        works = stage_works(rank, content, self.pieces)[True]
+        exposed, whole_travel = self._exposed_rows(form, "B"), batch_degree * works.travels
+        # Share of all-to-alls in which nothing computes.
+        waits = min(1.0, max(0.0, exposed / whole_travel)) if whole_travel else 0.0
+        travels = batch_degree * works.across
         share, lane = (blocks - 1) / blocks, rank.network.exchange("ep_across", 0).lane
         beside = sum([update.reduce for update in updates if update.lane == lane]) / whole
         idle = max(0.0, 1 - beside * travels / stretch.seconds)
@@ -329,7 +331,8 @@ class Step:
 
         The seconds are divided in proportion to all travel of the pass.
         """
-        families = ("ep", "cp") if gathers(self.pieces.slicing, self.candidate.fold.cp) else ("ep",)
+        inside = ("ep_inside",) if self.rank.travelling.inside else ()
+        families = ("ep", *inside, *(("cp",) if gathers(self.pieces.slicing, self.candidate.fold.cp) else ()))
         travels = work.of_groups()
         whole = sum(travels.get(family, 0.0) for family in families)
         parts = [(family, travels.get(family, 0.0) / whole if whole else float(family == "ep")) for family in families]

@@ -31,13 +31,15 @@ from foldray.kinds import (
     FFN,
     GATHER,
     HEAD,
+    INTRA_COMBINE,
+    INTRA_DISPATCH,
     MERGE,
     PROJECT,
     ROUTE,
     SHARED,
 )
 
-_MOE = (ROUTE, DISPATCH, SHARED, EXPERT, COMBINE, MERGE)
+_MOE = (ROUTE, DISPATCH, INTRA_DISPATCH, SHARED, EXPERT, INTRA_COMBINE, COMBINE, MERGE)
 
 
 class Totals(NamedTuple):
@@ -86,6 +88,12 @@ class RankCosts(AttentionParts, MixtureParts):
             price = table[key] = Price.of(work for way in ways for work in PRICES[kind](self, block, tokens, way))
         return price
 
+    @cached_property
+    def mixture(self) -> tuple[str, ...]:
+        """The kinds of ops that rows of a MoE layer go through. Inside a node there are some if tokens travel once to a node."""
+        beside = (SHARED,) if self.travelling.inside else (SHARED, INTRA_DISPATCH, INTRA_COMBINE)
+        return tuple(kind for kind in _MOE if kind not in beside)
+
     def issue(self, price: Price) -> float:
         """Return how many seconds the host needs to issue an op."""
         return price.calls * self.device.share["issue"]
@@ -131,6 +139,7 @@ class RankCosts(AttentionParts, MixtureParts):
         tensor = fold.tp, shape("tp")
         spread = (shape("dp_cp"), shape("edp")) if self.zero == 3 else ()
         copied = (self.overload,) if self.job.copies else ()  # which copies are worth their way depends on edp, too
+        inside = (fold.ep, shape("ep_inside"), *copied)
         rows = (fold.ep, fold.ep_inside) if self.job.dispatch == "rank" or self.job.wire is not None else ()
         traits: dict[str, tuple] = {
             EMBED: tensor,
@@ -141,7 +150,9 @@ class RankCosts(AttentionParts, MixtureParts):
             ROUTE: rows,
             SHARED: tensor,
             DISPATCH: (shape("ep_across"), fold.ep_inside, *copied),
-            EXPERT: (fold.ep, fold.etp, shape("etp"), shape("ep_inside"), *copied),
+            INTRA_DISPATCH: inside,
+            EXPERT: (fold.etp, shape("etp"), *inside),
+            INTRA_COMBINE: inside,
             COMBINE: (shape("ep_across"), fold.ep_inside, *copied),
             MERGE: rows,
             HEAD: tensor,
@@ -251,6 +262,6 @@ PRICES: Mapping[str, Callable[[RankCosts, BlockSpec | None, range, bool], Iterat
     EMBED: RankCosts._embed, PROJECT: RankCosts._project, GATHER: RankCosts._gather,
     ATTENTION: RankCosts._attention, FFN: RankCosts._ffn, ROUTE: RankCosts._route, DISPATCH: RankCosts._dispatch,
     SHARED: RankCosts._shared, EXPERT: RankCosts._expert, COMBINE: RankCosts._combine, MERGE: RankCosts._merge,
-    HEAD: RankCosts._head,
+    HEAD: RankCosts._head, INTRA_DISPATCH: RankCosts._intra_dispatch, INTRA_COMBINE: RankCosts._intra_combine,
 }  # fmt: skip
 """Kind of op → its cost. COUNTS is left out: planned experts have room for a fixed number of rows, so no counts travel."""

@@ -17,7 +17,7 @@ from foldray.costs.device import Device
 from foldray.costs.hardware import Hardware, Link
 from foldray.costs.network import INTRA
 from foldray.costs.ops import OpWork
-from foldray.kinds import ATTENTION, COMBINE, DISPATCH, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
+from foldray.kinds import ATTENTION, EMBED, EXPERT, FFN, HEAD, MERGE, ROUTE, SHARED
 from foldray.nodes.traffic import ROWS, Edges, Flow, Way
 
 _ONE_BYTE_S = Link(gb_s=1e-9)
@@ -53,7 +53,7 @@ def sent(candidate: Candidate) -> dict[str, float]:
                     by_family[part.what] += part.seconds * parts / positions
 
     for block in job.blocks:
-        moe = (ROUTE, EXPERT, MERGE) if fold.disjoint else (ROUTE, DISPATCH, EXPERT, COMBINE, MERGE)
+        moe = (ROUTE, EXPERT, MERGE) if fold.disjoint else rank.mixture
         shared = (SHARED,) if block.moe and block.moe.shared else ()
         for kind in (ATTENTION, *shared, *(moe if block.moe else (FFN,))):
             add(kind, block, fold.moe_pp if kind == EXPERT else fold.pp)

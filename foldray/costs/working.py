@@ -69,9 +69,7 @@ def networks(rank: RankCosts, block: BlockSpec, slicing: Slicing, imbalance: flo
     if block.moe and rank.travelling.beside:
         fullest = imbalance * rank.travelling.fullest
         in_buffers = tokens * (rank.travelling.room + fullest)
-        # Gradients that a node has received stay in memory while the gradients of the node's rows are computed.
-        summing = _summing(rank, block, tokens * imbalance) + tokens * fullest * row * (rank.travelling.inside > 0)
-        need = max(need, summing - in_buffers * row * (fold.ep > 1))
+        need = max(need, _summing(rank, block, tokens * imbalance) - in_buffers * row * (fold.ep > 1))
     elif block.moe:
         rows = tokens * block.moe.topk * imbalance * rank.overload
         sorts = fold.etp > 1 or (fold.ep > 1 and block.moe.experts > fold.ep)

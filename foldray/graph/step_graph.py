@@ -26,6 +26,8 @@ from foldray.kinds import (
     GATHER,
     HANDOVER,
     HEAD,
+    INTRA_COMBINE,
+    INTRA_DISPATCH,
     MERGE,
     OFFLOAD,
     OP_KINDS,
@@ -40,6 +42,10 @@ _BEFORE = {
     MERGE: (ROUTE, SHARED, COMBINE), GATHER: (PROJECT,),
 }  # fmt: skip
 """For ops on the same piece: the kinds whose results a forward op uses."""
+_BEFORE_INSIDE = _BEFORE | {
+    INTRA_DISPATCH: (DISPATCH,), EXPERT: (INTRA_DISPATCH,), INTRA_COMBINE: (EXPERT,), COMBINE: (INTRA_COMBINE,),
+}  # fmt: skip
+"""The same if ranks of a node pass rows on to each other (`StepOps.passes_on`)."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,8 @@ class StepGraph(StepOps):
             past = self._overlapping(op, self.handovers("F", self.stage_of[layer], op.micro_batch))
             return (op._replace(kind=EXPERT if kind == COMBINE else COMBINE), *past)
         copies = (Op(COPY, "F", layer),) if kind == EXPERT and layer in self.copied else ()
-        return (*(op._replace(kind=name) for name in _BEFORE[kind] if self.has(name, layer)), *copies)
+        before = (_BEFORE_INSIDE if self.passes_on else _BEFORE)[kind]
+        return (*(op._replace(kind=name) for name in before if self.has(name, layer)), *copies)
 
     def _entering(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that produce the input of a slice of attention."""

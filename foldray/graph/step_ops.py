@@ -35,6 +35,8 @@ from foldray.kinds import (
     GATHER,
     HANDOVER,
     HEAD,
+    INTRA_COMBINE,
+    INTRA_DISPATCH,
     MERGE,
     OFFLOAD,
     OP_KINDS,
@@ -45,7 +47,8 @@ from foldray.kinds import (
     WITH_WEIGHTS,
 )
 
-_CHAIN = (ROUTE, COUNTS, DISPATCH, SHARED, EXPERT, COMBINE, MERGE)
+_INSIDE = (INTRA_DISPATCH, INTRA_COMBINE)
+_CHAIN = (ROUTE, COUNTS, DISPATCH, INTRA_DISPATCH, SHARED, EXPERT, INTRA_COMBINE, COMBINE, MERGE)
 
 
 def gathers(slicing: Slicing, cp: int) -> bool:
@@ -101,6 +104,7 @@ class StepOps:
         offloaded: kinds of ops that keep their state on the host between forward and backward. It leaves once it is whole
             (`offload` F), and is fetched before the backward (`offload` B). `part` of such an op is the number of the kind here.
             The last block keeps its state on the device, because its backward begins at once.
+        passes_on: whether ranks of a node pass rows on to each other, in ops of their own (`Fold.ep_inside`).
     """
 
     stages: tuple[tuple[BlockSpec, ...], ...]
@@ -119,6 +123,7 @@ class StepOps:
     whole: bool = False
     copied: tuple[int, ...] = ()
     offloaded: tuple[str, ...] = ()
+    passes_on: bool = False
 
     @cached_property
     def positions(self) -> int:
@@ -205,6 +210,11 @@ class StepOps:
         """The kind of op that takes the input of a block."""
         return PROJECT if self.gathers else ATTENTION
 
+    @property
+    def around_experts(self) -> tuple[str, str]:
+        """The kinds of ops that bring rows to experts, and that take them away."""
+        return _INSIDE if self.passes_on else (DISPATCH, COMBINE)
+
     @cached_property
     def again(self) -> frozenset[str]:
         """All kinds of ops whose forward runs again: projections, too, if attention does."""
@@ -213,6 +223,8 @@ class StepOps:
     def has(self, kind: str, layer: int) -> bool:
         """Return whether a block has ops of a kind."""
         moe = self.blocks[layer].moe
+        if kind in _INSIDE and not self.passes_on:
+            return False
         if kind in _CHAIN:
             return moe is not None and (kind != COUNTS or self.ragged) and (kind != SHARED or moe.shared is not None)
         return moe is None if kind == FFN else True

@@ -21,7 +21,7 @@ from foldray.comm import Communicator, DispatchQueue, Groups, Pending, gather_ro
 from foldray.kernels.autograd import Later
 from foldray.kernels.experts import Kind
 from foldray.moe import once
-from foldray.moe.contracts import Rows
+from foldray.moe.contracts import Rows, compute_inside
 from foldray.moe.exchange import Format, Wire, write
 from foldray.moe.layer import Experts
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
@@ -143,7 +143,7 @@ class ExpertHalf(nn.Module):
         assert moe, f"block {layer} is dense"
         self.hidden, self.topk, self.slices = hidden, ownership.model.topk, groups.expert_slices
         ids, inside = ownership.experts(groups.rank), ownership.fold.ep_inside
-        self.inside = once.InsideNode(groups.tokens_inside, inside * len(ids)) if inside > 1 else None
+        self.inside = (groups.tokens_inside, groups.tokens_inside_queue) if inside > 1 else None
         self.experts = Experts(ids, moe.expert, hidden, groups.expert_slices, kind, later)
         self.exchange = ExpertExchange(groups, *ownership.attention_around(layer), wire)
 
@@ -154,8 +154,10 @@ class ExpertHalf(nn.Module):
         With ETP, the ranks that share the experts gather each other's rows, and sum their parts of the results.
         """
         if self.inside is not None:
-            rows = rows_NH, weight_NK, expert_NK
-            return self.inside.run(lambda rows: self._run(*rows), rows, *self.inside.rows_by_rank(expert_NK))
+            ranks, queue = self.inside
+            passed_on = once.count_passed_on(ranks, ranks.size * len(self.experts.ids), expert_NK)
+            relay = once.Relay(ranks, queue, rows_NH.device, lambda: passed_on)
+            return compute_inside(relay, lambda rows: self._run(*rows), (rows_NH, weight_NK, expert_NK))
         return self._run(rows_NH, weight_NK, expert_NK)
 
     def _run(self, rows_NH: torch.Tensor, weight_NK: torch.Tensor, expert_NK: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ In backward, the gradient of the rows that went out comes back, and the gradient
 
 A token has a row for each of its assignments, or one for each rank with experts of it (`once.py`). Then its weights and the
 numbers of its experts travel beside the row, and the receiver sums the results of its experts. If it has a row for each node,
-a receiver of the node passes it on to the ranks with experts of it (`once.py`).
+a receiver of the node passes it on to the ranks with experts of it, and brings one row back (`once.Relay`).
 
 Legend: B sequences, s positions of a rank's piece, T = B·s tokens, H hidden, K experts per token, N rows that travel
 (assignments that are not dropped, and padding; or pairs of a token and a rank or a node), E experts, X expert-tensor-parallel
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -202,8 +202,22 @@ class Exchange(Protocol):
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         """Send rows to the owners of their experts, as soon as the counts have arrived. Rows behind the last one stay here."""
 
-    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
-        """Start to send rows to the owners of their tokens. What comes back has `room` for rows (`start_all_to_all`)."""
+    def start_back(self, rows: Pending, sent: Sent, received: Received, room: int | None = None) -> Pending:
+        """Send rows to the owners of their tokens, as soon as they are here. What comes back has `room` for rows
+        (`start_all_to_all`)."""
+
+
+class NodeExchange(Protocol):
+    """How the rows of a piece go on from the rank of a node that they reach to the ranks of their experts, and come back.
+
+    All ranks of the node must call each method, in the same order. No method waits, also for rows that are on their way to it.
+    """
+
+    def start_out(self, rows: Pending) -> Pending:
+        """Send rows with what is beside them to the ranks of their experts, or afterwards the gradients of results alone."""
+
+    def start_back(self, rows: Pending) -> Pending:
+        """Send results back, or the gradients of rows and weights: sums over the ranks to which a row went."""
 
 
 class Layer(Protocol):
@@ -229,6 +243,9 @@ class Layer(Protocol):
     def dispatch_preprocess(self, h_TH: torch.Tensor, routing: Routing) -> tuple[Rows, Sent]:
         """Copy tokens to rows [N, H], in the order in which rows leave."""
 
+    def inside_node(self, sent: Sent, received: Received) -> NodeExchange | None:
+        """Return how the rows of a dispatch go on inside a node; None if they have come to the ranks of their experts."""
+
     def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
         """Compute the rows in the order of their arrival; the results are in the order of their return: [N, H] → [N, H]."""
 
@@ -251,7 +268,8 @@ def run_layer(layer: Layer, h_BSH: torch.Tensor, expert_TK: torch.Tensor | None 
     routing = layer.route(h_TH, TokenPiece(h_BSH.shape[0], expert_TK=expert_TK))
     rows, sent = layer.dispatch_preprocess(h_TH, routing)
     received = exchange.start_counts(sent)
-    y_NH = layer.run_experts(dispatch(exchange, rows, sent, received), received)
+    rows = dispatch(exchange, rows, sent, received)
+    y_NH = compute_rows(layer, rows, sent, received)
     y_NH = combine(exchange, y_NH, sent, received)
     y_TH = layer.combine_postprocess(y_NH, sent, routing.weight_TK)
     y_BSH = y_TH.to(h_BSH.dtype).view_as(h_BSH)
@@ -264,15 +282,34 @@ def dispatch(exchange: Exchange, rows: Rows, sent: Sent, received: Received) -> 
     return mirrored_together(
         rows,
         lambda rows: exchange.start_out(rows, sent, received).wait(),
-        lambda gradients: exchange.start_back(gradients, sent, received, sent.room).wait(),
+        lambda gradients: exchange.start_back(Pending([], gradients), sent, received, sent.room).wait(),
     )
+
+
+def compute_rows(layer: Layer, rows: Rows, sent: Sent, received: Received) -> torch.Tensor:
+    """Compute rows that have been dispatched: [N, H] → [N, H]."""
+    run, node = partial(layer.run_experts, received=received), layer.inside_node(sent, received)
+    return run(rows) if node is None else compute_inside(node, run, rows)
+
+
+def compute_inside(node: NodeExchange, run: Callable[[Rows], torch.Tensor], rows: Rows) -> torch.Tensor:
+    """Compute rows that have come to a node on the ranks of their experts, and wait for them: [N, H] → [N, H]."""
+
+    def out(rows: Rows) -> Rows:
+        return node.start_out(Pending([], rows)).wait()
+
+    def back(rows: Rows) -> Rows:
+        return node.start_back(Pending([], rows)).wait()
+
+    (y_NH,) = mirrored_together([run(mirrored_together(rows, out, back))], back, out)
+    return y_NH
 
 
 def combine(exchange: Exchange, y_NH: torch.Tensor, sent: Sent, received: Received) -> torch.Tensor:
     """Send results to the owners of their tokens, and their gradient back."""
     (back_NH,) = mirrored_together(
         [y_NH],
-        lambda results: exchange.start_back(results, sent, received).wait(),
+        lambda results: exchange.start_back(Pending([], results), sent, received).wait(),
         lambda gradients: exchange.start_out(gradients, sent, received).wait(),
     )
     return back_NH

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from foldray.comm import Groups, Pending
+from foldray.comm import Groups, Pending, used_here
 from foldray.kernels.transfer import read_later, start_reading
 from foldray.moe.contracts import Received, RowCounts, Rows, Sent
 
@@ -213,23 +213,26 @@ class AllToAll:
             leaving = received.leaving_by_rank
             return self.tokens.start_all_to_all(x[: sum(leaving)], received.rows_by_rank, leaving)
 
-        return self._start(rows, self._out, send, received.are_here)
+        return self._start(Pending([], rows), self._out, send, received.are_here, sent.rows_E.device)
 
-    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
+    def start_back(self, rows: Pending, sent: Sent, received: Received, room: int | None = None) -> Pending:
         def send(x: torch.Tensor) -> Pending:
             if received.stays:
                 return Pending([], (x,))
             return self.tokens.start_all_to_all(x, received.leaving_by_rank, received.rows_by_rank, room)
 
-        return self._start(rows, self._back, send, ready=True)
+        return self._start(rows, self._back, send, True, sent.rows_E.device)
 
-    def _start(self, rows: Rows, form: Format | None, send: Callable[[torch.Tensor], Pending], ready: bool) -> Pending:
-        travels, read = write(rows, form)
+    def _start(
+        self, rows: Pending, form: Format | None, send: Callable[[torch.Tensor], Pending], ready: bool, device: torch.device
+    ) -> Pending:
+        written = None if rows.is_running else write(rows.wait(), form)
 
         def begin() -> Pending:
+            travels, read = written or write(used_here(rows.wait()), form)
             return Pending.of(map(send, travels)).then(read)
 
-        return self._queue.start(begin, ready, device=travels[0].device)
+        return self._queue.start(begin, ready and written is not None, device)
 
 
 class _ExchangedCounts(NamedTuple):

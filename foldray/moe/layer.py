@@ -28,7 +28,7 @@ from foldray.moe.balance import Balance
 from foldray.moe.contracts import Permutation, Received, Rows, Sent, run_layer
 from foldray.moe.copies import CopiedExperts
 from foldray.moe.exchange import WIRES, AllToAll, Wire
-from foldray.moe.once import InsideNode, OncePerRank
+from foldray.moe.once import OncePerRank, PassedOn, Relay
 from foldray.moe.router import Gate, Router, Routing, TokenPiece
 
 
@@ -280,7 +280,7 @@ class MoELayer(nn.Module):
         ep, inside = ownership.fold.ep, ownership.fold.ep_inside
         self.once = OncePerRank(ep, inside) if backend.dispatch == "rank" else None
         assert self.once or inside == 1, "tokens that travel once to each node must travel once to each rank"
-        self.inside = InsideNode(groups.tokens_inside, inside * len(ids)) if inside > 1 else None
+        self.inside = (groups.tokens_inside, groups.tokens_inside_queue) if inside > 1 else None
         self.copies: CopiedExperts | None = None
 
     def make_room(self, room: int, over: Communicator) -> CopiedExperts:
@@ -304,12 +304,20 @@ class MoELayer(nn.Module):
         rows_NH, sent = self.permutation.encode(h_TH, routing)
         return (rows_NH,), sent
 
-    def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
+    def inside_node(self, sent: Sent, received: Received) -> Relay | None:
         if self.inside is None:
-            return self.experts(rows, received)
-        inside = received.inside
-        node = self.inside._replace(experts=self.inside.ranks.size * len(inside.rows_by_runs[0]))  # of which copies have places
-        return node.run(lambda rows: self.experts(rows, inside), rows, inside.leaving_by_rank, inside.rows_by_rank)
+            return None
+        ranks, queue = self.inside
+
+        def passed_on() -> PassedOn:
+            inside = received.inside
+            experts = ranks.size * len(inside.rows_by_runs[0])  # of which copies have places
+            return PassedOn(experts, inside.leaving_by_rank, inside.rows_by_rank)
+
+        return Relay(ranks, queue, sent.rows_E.device, passed_on)
+
+    def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
+        return self.experts(rows, received if self.inside is None else received.inside)
 
     def experts_by_hand(self, received: Received) -> Callable[..., ByHand] | None:
         if self.once is not None or self.experts.slices.size > 1 or self.experts.kind == "loop":

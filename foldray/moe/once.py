@@ -2,11 +2,12 @@
 
 The weights travel with the rows, and the rank of the experts sums the results of its experts. So a token has at most one row
 for each rank, in both directions (DisagMoE, section 4.2; MegaScale-Infer, section 4). Where links between nodes are slow, a
-token travels once to every node first (`InsideNode`). Then a rank below is a node.
+token travels once to every node first. Then a rank below is a node.
 
-The second level goes from the rank that rows reach to the ranks of its node. A row travels between ranks with the same place on
-their nodes, once to a node. There it goes once to every rank with experts of the token, whose results are summed before they
-travel back. So links between nodes carry least, and links inside a node carry the rest (DeepSeek-V3's report, section 3.2.2).
+The second level goes from the rank that rows reach to the ranks of its node (`Relay`). A row travels between ranks with the
+same place on their nodes, once to a node. There it goes once to every rank with experts of the token, whose results are summed
+before they travel back. So links between nodes carry least, and links inside a node carry the rest (DeepSeek-V3's report, section
+3.2.2).
 
 Legend: T tokens, K experts per token, R ranks of experts, N rows (pairs of a token and a rank, rank by rank), D = min(K, R) the
 most rows of a token, M rows that ranks of a node pass on to each other, H hidden, E experts.
@@ -14,13 +15,12 @@ most rows of a token, M rows that ranks of a node pass on to each other, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from foldray.comm import Communicator, Pending, mirrored_together
+from foldray.comm import Communicator, DispatchQueue, Pending, used_here
 from foldray.kernels.permutation import combine, permute, sum_rows
 from foldray.moe.contracts import Rows, Sent
 from foldray.moe.exchange import write
@@ -138,42 +138,77 @@ def _positions(goes_TR: torch.Tensor) -> torch.Tensor:
     return torch.where(goes_TR, goes_TR.T.flatten().cumsum(0).view(goes_TR.T.shape).T - 1, -1)
 
 
-class InsideNode(NamedTuple):
-    """The ranks of an expert-parallel group that share a node. Each has a run of their experts."""
+class PassedOn(NamedTuple):
+    """What this rank passes on to the ranks of its node of a piece.
 
-    ranks: Communicator
+    Args:
+        experts: number of the node's experts. Each of its ranks has a run of them.
+        leaving, arriving: number of rows that go to each rank of the node, and that come from it.
+    """
+
     experts: int
+    leaving: list[int]
+    arriving: list[int]
 
-    def rows_by_rank(self, expert_NK: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Return how many rows go from this rank to each one of its node, and how many come from each one.
 
-        All ranks of the node must call this. They wait for each other, and the host for the device. The argument is as in `run`.
-        """
-        size, mine = self.ranks.size, self.ranks.index
-        owner_NK = (expert_NK // (self.experts // size)).masked_fill(expert_NK < 0, size)
-        count_RR = self.ranks.all_gather(_goes(owner_NK, size).sum(0)).view(size, size).tolist()
-        return count_RR[mine], [count_R[mine] for count_R in count_RR]
+def count_passed_on(ranks: Communicator, experts: int, expert_NK: torch.Tensor) -> PassedOn:
+    """Return what the ranks of a node pass on to each other, if nobody has told them.
 
-    def run(self, compute: Callable[[Rows], torch.Tensor], rows: Rows, leaving: list[int], arriving: list[int]) -> torch.Tensor:
-        """Pass rows on to the ranks of their experts, compute them there, and sum what comes back: [N, H] → [N, H].
+    All of them must call this. They wait for each other, and the host for the device. The numbers of experts are as in `Relay`.
+    """
+    owner_NK = (expert_NK // (experts // ranks.size)).masked_fill(expert_NK < 0, ranks.size)
+    count_RR = ranks.all_gather(_goes(owner_NK, ranks.size).sum(0)).view(ranks.size, ranks.size).tolist()
+    return PassedOn(experts, count_RR[ranks.index], [count_R[ranks.index] for count_R in count_RR])
 
-        All ranks of the node must call this. They wait for each other. Beside the rows are their weights [N, K], and the
-        numbers of their experts on this node, −1 for experts of other nodes [N, K].
 
-        Args:
-            leaving, arriving: number of rows that go to each rank of the node, and that come from it.
-        """
-        rows_NH, weight_NK, expert_NK = rows
+class Relay:
+    """The exchange inside a node (`contracts.NodeExchange`), for one piece.
+
+    Beside rows are their weights [N, K], and the numbers of their experts on this node, −1 for experts of other nodes [N, K].
+    On the way out, a row is copied for every rank with experts of it. On the way back, its copies are summed.
+
+    Args:
+        ranks: those of the node.
+        queue: in which their all-to-alls start.
+        device: that of the rows.
+        passed_on: returns what is passed on, once rows have come.
+    """
+
+    def __init__(self, ranks: Communicator, queue: DispatchQueue, device: torch.device, passed_on: Callable[[], PassedOn]):
+        self._ranks, self._queue, self._device, self._passed_on = ranks, queue, device, passed_on
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None  # the row of each copy [M], the copies of each row [N, D]
+
+    def start_out(self, rows: Pending) -> Pending:
+        def begin() -> Pending:
+            passed_on = self._passed_on()
+            copies = self._copied(used_here(rows.wait()), passed_on)
+            return self._exchange(copies, passed_on.arriving, passed_on.leaving)
+
+        return self._queue.start(begin, not rows.is_running, self._device)
+
+    def start_back(self, rows: Pending) -> Pending:
+        def begin() -> Pending:
+            passed_on = self._passed_on()
+            return self._exchange(used_here(rows.wait()), passed_on.leaving, passed_on.arriving, self._summed)
+
+        return self._queue.start(begin, not rows.is_running, self._device)
+
+    def _copied(self, rows: Rows, passed_on: PassedOn) -> Rows:
+        rows_NH, *beside = rows
+        if self._places is not None:
+            return [permute(rows_NH, *used_here(self._places))]
+        weight_NK, expert_NK = beside
         chosen = Chosen(expert_NK.to(torch.int64), weight_NK, expert_NK >= 0)
-        passed = encode(rows_NH, chosen, self.experts, self.ranks.size, room=sum(leaving))
-        row_M, position_ND = passed.token_N, passed.position_TD
-        out = partial(self._exchange, arriving=arriving, leaving=leaving)
-        back = partial(self._exchange, arriving=leaving, leaving=arriving)
-        rows = mirrored_together((passed.rows_NH, passed.weight_NK, passed.expert_NK), out, back)
-        del passed  # its rows are not needed while the experts compute
-        (results_MH,) = mirrored_together([compute(rows)], back, out)
-        return sum_rows(results_MH, row_M, position_ND)
+        copies = encode(rows_NH, chosen, passed_on.experts, self._ranks.size, room=sum(passed_on.leaving))
+        self._places = copies.token_N, copies.position_TD
+        return [copies.rows_NH, copies.weight_NK, copies.expert_NK]
 
-    def _exchange(self, rows: Sequence[torch.Tensor], arriving: list[int], leaving: list[int]) -> Rows:
+    def _summed(self, rows: Rows) -> Rows:
+        assert self._places is not None, "nothing was passed on"
+        row_M, copy_ND = used_here(self._places)
+        return [sum_rows(x, row_M, copy_ND) for x in rows]
+
+    def _exchange(self, rows: Rows, arriving: list[int], leaving: list[int], read_on: Callable[[Rows], Rows] = list) -> Pending:
         travels, read = write(rows, None)
-        return Pending.of(self.ranks.start_all_to_all(x, arriving, leaving) for x in travels).then(read).wait()
+        sent = Pending.of(self._ranks.start_all_to_all(x, arriving, leaving) for x in travels)
+        return sent.then(lambda tensors: read_on(read(tensors)))

@@ -22,7 +22,7 @@ from foldray.orders.generators import Run, group
 from foldray.orders.ordering import Ordering
 from foldray.orders.overlaps import USUAL_LAG, Overlap
 from foldray.orders.pipeline import passes, pipeline
-from foldray.orders.position import PositionList
+from foldray.orders.position import PositionList, goes_on
 
 
 def step_schedule(
@@ -141,9 +141,9 @@ def weave(graph: StepGraph, forward: Sequence[Op], backward: Sequence[Op]) -> tu
 
 def _turns(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
     turn: list[Op] = []
-    for op in ops:
+    for op, following in zip_longest(ops, ops[1:]):
         turn.append(op)
-        if op.kind in EXCHANGES:
+        if op.kind in EXCHANGES and not goes_on(op, following):
             yield tuple(turn)
             turn = []
     if turn:

@@ -129,6 +129,7 @@ class Ordering(NamedTuple):
             model.tied_embeddings,
             self.weight_gradients == "whole",
             offloaded=self.offload if backward else (),
+            passes_on=fold.ep_inside > 1 and not fold.disjoint,
         )
 
 

@@ -25,13 +25,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from itertools import zip_longest
 
 from foldray.blueprint import Maker
 from foldray.clock.times import OpCosts
 from foldray.graph.chunks import Reduction
 from foldray.graph.op import Op
 from foldray.graph.step_graph import StepGraph
-from foldray.kinds import COPY, EXPERT, HANDOVER, HEAD, OFFLOAD, OP_KINDS, REDUCE
+from foldray.kinds import COPY, EXCHANGES, EXPERT, HANDOVER, HEAD, OFFLOAD, OP_KINDS, REDUCE
+
+
+def goes_on(op: Op, following: Op | None) -> bool:
+    """Whether the rows that an op sends go on in the next op of a list: between nodes, then inside one, or the reverse."""
+    if following is None or not {op.kind, following.kind} <= set(EXCHANGES):
+        return False
+    return op._replace(kind=following.kind) == following
 
 
 class PositionList:
@@ -59,14 +67,16 @@ class PositionList:
             self._wanted[op] = len(makers)
             for maker in makers:
                 self._expect(maker, op)
-        # By the times of the ops: when the computation that has begun ends, when the link is idle, and when ops arrive.
-        self._now = self._link = 0.0
+        # By the times of the ops: when the computation that has begun ends, when the link is idle, when that inside a node is,
+        # and when ops arrive.
+        self._now = self._link = self._inside = 0.0
         self._arrival: dict[Op, float] = {}
         self._seconds = dict(costs.seconds) if costs else {}
 
     def write(self, ops: Iterable[Op]) -> None:
         """Write the ops of a pass, with all that travels but the chunks of gradients."""
-        for op in ops:
+        ops = tuple(ops)
+        for op, following in zip_longest(ops, ops[1:]):
             if op.kind == HEAD and self.graph.backward:
                 if op.direction == "F":
                     self._compute_weights()
@@ -74,7 +84,8 @@ class PositionList:
                     self._put(op._replace(direction="B"))
                 continue
             self._put(op)
-            if OP_KINDS[op.kind].travels and op.kind != OFFLOAD:  # nobody waits at once for what is fetched
+            # Nobody waits at once for what is fetched.
+            if OP_KINDS[op.kind].travels and op.kind != OFFLOAD and not goes_on(op, following):
                 self._compute_weights()
         self._compute_weights(heads=False)
 
@@ -138,10 +149,14 @@ class PositionList:
             seconds = costs.startup + costs.per_byte * self.graph.chunk(op).bytes
         else:
             seconds = self._seconds.get((op.kind, op.direction, op.part), 0.0)
-        if OP_KINDS[op.kind].travels:
-            self._arrival[op] = self._link = max(self._link, self._now) + seconds
+        ready = max([self._now, *(self._arrival[need] for need in self.graph.needs(op) if need in self._arrival)])
+        if OP_KINDS[op.kind].travels == "tokens_inside":
+            self._arrival[op] = self._inside = max(self._inside, ready) + seconds
             return
-        end = max([self._now, *(self._arrival[need] for need in self.graph.needs(op) if need in self._arrival)]) + seconds
+        if OP_KINDS[op.kind].travels:
+            self._arrival[op] = self._link = max(self._link, ready) + seconds
+            return
+        end = ready + seconds
         while self._reductions and max(self._link, self._now) < end:
             self._put(self._reductions.popleft())
         self._now = end

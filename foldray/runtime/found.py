@@ -105,6 +105,8 @@ def lane_of(graph: StepGraph, groups: Groups, op: Op) -> str:
         return "rows up" if sender < receiver else "rows down"
     if travels in ("tokens", "copies"):
         of: tuple[Communicator, ...] = (groups.tokens, groups.rows_up)
+    elif travels == "tokens_inside":
+        of = (groups.tokens_inside,)
     elif travels == "keys":
         of = (groups.context,)
     elif travels == "handovers":

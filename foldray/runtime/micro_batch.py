@@ -15,7 +15,7 @@ import torch
 
 from foldray.comm import Pending
 from foldray.graph import Op
-from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, OFFLOAD, PROJECT, SHARED
+from foldray.kinds import ATTENTION, COMBINE, COUNTS, DISPATCH, GATHER, INTRA_COMBINE, INTRA_DISPATCH, OFFLOAD, PROJECT, SHARED
 from foldray.model import Batch
 from foldray.moe import Layer, Routing, Tally, TokenPiece
 from foldray.moe.apart import TokenHalf
@@ -116,18 +116,30 @@ class MicroBatch(MicroBatchState):
         self.flight.pop(op._replace(kind=COUNTS), None)
         self._start_out(op)
 
+    def intra_dispatch_forward(self, op: Op) -> None:
+        node = self._layer(op).inside_node(self._sent[part_of(op)], self._received[part_of(op)])
+        assert node is not None, "rows have come to the ranks of their experts"
+        self._nodes[part_of(op)] = node
+        self.flight[op] = node.start_out(self.flight.pop(op._replace(kind=DISPATCH)))
+
     def expert_forward(self, op: Op) -> None:
         layer, received = self._layer(op), self._received[part_of(op)]
         if op.layer in self.graph.copied:
             cast(CopiedExperts, layer.copies).wait()
-        rows = self.flight.pop(op._replace(kind=DISPATCH)).wait()
+        before, after = self.graph.around_experts
+        rows = self.flight.pop(op._replace(kind=before)).wait()
         stays, plain = self.graph.offload_of(op) is None, lambda *rows: Computed([layer.run_experts(rows, received)])
         by_hand = layer.experts_by_hand(received) if stays else None  # only autograd has hooks for what it keeps
         (y_NH,), _ = self.graphs.compute(op, ComputesByHand(by_hand) if by_hand else plain, *rows)
-        self.flight[op._replace(kind=COMBINE)] = Pending([], (y_NH,))
+        self.flight[op._replace(kind=after)] = Pending([], (y_NH,))
+
+    def intra_combine_forward(self, op: Op) -> None:
+        self.flight[op] = self._nodes[part_of(op)].start_back(self.flight.pop(op))
+        if not self.training:
+            del self._nodes[part_of(op)]
 
     def combine_forward(self, op: Op) -> None:
-        self._start_back(op)
+        self._start_back(op, INTRA_COMBINE)
 
     def merge_forward(self, op: Op) -> None:
         layer, part = self._layer(op), part_of(op)
@@ -185,12 +197,19 @@ class MicroBatch(MicroBatchState):
     def combine_backward(self, op: Op) -> None:
         self._start_out(op)
 
+    def intra_combine_backward(self, op: Op) -> None:
+        self.flight[op] = self._nodes[part_of(op)].start_out(self.flight.pop(op._replace(kind=COMBINE)))
+
     def expert_backward(self, op: Op) -> None:
-        rows = self.graphs.differentiate(op, [self._arrived(op, COMBINE)])
-        self.flight[op._replace(kind=DISPATCH)] = Pending([], rows)
+        before, after = self.graph.around_experts
+        rows = self.graphs.differentiate(op, [self._arrived(op, after)])
+        self.flight[op._replace(kind=before)] = Pending([], rows)
+
+    def intra_dispatch_backward(self, op: Op) -> None:
+        self.flight[op] = self._nodes.pop(part_of(op)).start_back(self.flight.pop(op))
 
     def dispatch_backward(self, op: Op) -> None:
-        self._start_back(op, self._sent[part_of(op)].room)
+        self._start_back(op, INTRA_DISPATCH, self._sent[part_of(op)].room)
         del self._sent[part_of(op)], self._received[part_of(op)]
 
     def shared_backward(self, op: Op) -> None:
@@ -304,9 +323,11 @@ class MicroBatch(MicroBatchState):
         rows, sent, received = self.flight.pop(op).wait(), self._sent[part_of(op)], self._received[part_of(op)]
         self.flight[op] = self._layer(op).exchange.start_out(rows, sent, received)
 
-    def _start_back(self, op: Op, room: int | None = None) -> None:
-        """Start to send the rows that wait for this op to the owners of tokens (`Exchange.start_back`)."""
-        rows, sent, received = self.flight.pop(op).wait(), self._sent[part_of(op)], self._received[part_of(op)]
+    def _start_back(self, op: Op, inside: str, room: int | None = None) -> None:
+        """Start to send rows to the owners of tokens (`Exchange.start_back`): those that wait for this op, or that the op of kind
+        `inside` brings from the ranks of a node."""
+        rows = self.flight.pop(op._replace(kind=inside) if self.graph.passes_on else op)
+        sent, received = self._sent[part_of(op)], self._received[part_of(op)]
         self.flight[op] = self._layer(op).exchange.start_back(rows, sent, received, room)
 
     def _run_again(self, op: Op) -> None:

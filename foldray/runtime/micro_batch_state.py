@@ -13,7 +13,7 @@ import torch
 from foldray.comm import Pending
 from foldray.graph import Op
 from foldray.model import Batch, ChosenExperts, Memory, Transformer
-from foldray.moe import Balance, Received, Sent, Tally
+from foldray.moe import Balance, NodeExchange, Received, Sent, Tally
 from foldray.runtime.op_graphs import OpGraphs, TokenBuffer
 from foldray.runtime.weights import Weights
 
@@ -69,6 +69,7 @@ class MicroBatchState:
         self.flight: dict[Op, Pending] = {}
         self._sent: dict[Part, Sent] = {}
         self._received: dict[Part, Received] = {}
+        self._nodes: dict[Part, NodeExchange] = {}  # if ranks of a node pass rows on
         self._bypasses: dict[Part, Bypass] = {}
         self._asides: dict[Part, Aside] = {}
         self._normed: dict[Part, torch.Tensor] = {}  # the input of a shared expert; in backward, its gradient

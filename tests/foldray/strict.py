@@ -221,7 +221,7 @@ class StrictCommunicator(Communicator):
         return Pending([work], results)  # type: ignore[list-item]
 
 
-class _AsOnGpu(DispatchQueue):
+class AsOnGpu(DispatchQueue):
     """A queue as on a GPU: the caller starts operations itself, all-to-alls of tokens behind what it computes next."""
 
     def start(self, begin: Callable[[], Pending], ready: bool, device: torch.device | None = None) -> Pending:
@@ -240,7 +240,8 @@ def strict(groups: Groups, ledger: Ledger) -> Groups:
         },
     )
     for queue in ("tokens_queue", "rows_queue"):
-        object.__setattr__(found, queue, _AsOnGpu())
+        object.__setattr__(found, queue, AsOnGpu())
+    object.__setattr__(found, "tokens_inside_queue", AsOnGpu(found.tokens_queue))
     object.__setattr__(found, "ledger", ledger)
     return found
 

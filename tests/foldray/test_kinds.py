@@ -55,7 +55,7 @@ def test_every_op_of_a_micro_batch_runs_and_has_a_price():
 
 
 def test_the_table_tells_what_travels_and_what_is_computed_again():
-    assert EXCHANGES == ("dispatch", "combine")
+    assert EXCHANGES == ("dispatch", "combine", "intra_dispatch", "intra_combine")
     assert set(RECOMPUTABLE) == {"attention", "ffn", "expert", "shared"}
     assert not any(OP_KINDS[kind].travels for kind in RECOMPUTABLE)
     for letters in ({row.letter for row in OP_KINDS.values()}, {row.label for row in OP_KINDS.values()}):

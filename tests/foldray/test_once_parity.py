@@ -57,6 +57,11 @@ CASES = {
         8, {"ep": 4, "etp": 2, "ep_inside": 2}, {"router": {"capacity_factor": 0.75, "drop": "position"}},
         {"kind": "one_a_one_m", "degree": 2, **AGAIN},
     ),
+    "TP2 EP8 on two nodes, flow, ZeRO": Case(
+        8, {"tp": 2, "ep": 8, "ep_inside": 4}, {},
+        {"kind": "flow", "degree": 2, "reduction": "chunks", "sp_bytes": 4096},
+        {"engine": {"zero": 1}, "training": {"micro_batch": 2}},
+    ),
     "EP2, a pattern": Case(2, {"ep": 2}, {"router": {"skew": 1.0}}, {}),
     # Nightly runs have these, too.
     "one rank": Case(1, {}, {}, {}),
@@ -87,6 +92,16 @@ CASES = {
         {"engine": {"zero": 2}},
     ),
     "TP2 EP8 on two nodes, few choices": Case(8, {"tp": 2, "ep": 8, "ep_inside": 4}, {"topk": 2}, {"kind": "aaam", "degree": 2}),
+    "EP4 on two nodes, list, weights apart, ZeRO": Case(
+        4, {"ep": 4, "ep_inside": 2}, {}, {"kind": LIST.name, "degree": 4, "recompute": ["expert"]}, {"engine": {"zero": 2}}
+    ),
+    "EP8 on four nodes, further tokens, weights apart": Case(
+        8, {"ep": 8, "ep_inside": 2}, {"mtp_depth": 1}, {"kind": "one_a_one_m", "degree": 4, "weight_gradients": "whole"}, GROUPED
+    ),
+    "CP2 EP4 on two nodes, slices": Case(
+        8, {"cp": 2, "ep": 4, "ep_inside": 2}, {}, {"kind": "stream", "degree": 4, "reduction": "buckets", **AGAIN},
+        {"engine": {"zero": 1}},
+    ),
     "EP4 on one node, list": Case(4, {"ep": 4, "ep_inside": 4}, {}, {"kind": LIST.name, "degree": 2}, GROUPED),
     "EP4 on two nodes, an order of axes, one expert": Case(
         8, {"ep": 4, "ep_inside": 2, "moe_order": "edp-ep-etp-pp"}, {"topk": 1}, {},  # type: ignore[dict-item]
@@ -106,7 +121,10 @@ def test_tokens_that_travel_once_equal_one_process(ranks: Any, name: str) -> Non
 
 
 @pytest.mark.gate(1 / 4)
-@pytest.mark.parametrize("name", ["TP2 CP2 EP2 ETP2, stream", "EP4, dropping, experts again", "EP4 on two nodes, stream"])
+@pytest.mark.parametrize("name", [
+    "TP2 CP2 EP2 ETP2, stream", "EP4, dropping, experts again", "EP4 on two nodes, stream",
+    *(name for name in CASES if "nodes" in name and "stream" not in name), "EP4 on one node, list",
+])  # fmt: skip
 def test_nothing_is_read_early_or_started_out_of_order(ranks: Any, name: str) -> None:
     check(StrictPools(ranks), CASES[name].recipe)
 

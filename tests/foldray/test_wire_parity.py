@@ -55,6 +55,21 @@ def test_rows_are_read_when_they_are_there(ranks: Any, wire: str) -> None:
     assert _apart(strict, usual) == 0
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "float8"])
+def test_rows_that_go_on_inside_a_node_round_alike(ranks: Any, wire: str) -> None:
+    def made(schedule: dict[str, Any]) -> Recipe:
+        model, moe = {"topk": 4, "hidden": 64}, {"dispatch": "rank", "wire": wire}
+        return make_recipe(4, {"ep": 4, "ep_inside": 2}, precision="float32", model=model, moe=moe, schedule=schedule)
+
+    usual = ranks(4).run(train, made({"kind": "sequential"}), _STEPS)
+    off, _ = worst(usual, one_process(recipe_of(None, {"kind": "sequential"}), steps=_STEPS), relative=True)
+    assert 1e-4 < off < 0.3
+    pieces = ranks(4).run(train, made(SCHEDULES["stream"]), _STEPS)
+    assert drifted(pieces) == []
+    assert _apart(pieces, usual) < 0.2 * off
+    assert _apart(StrictPools(ranks)(4).run(train, made(SCHEDULES["stream"]), _STEPS), pieces) == 0
+
+
 APART = {"placement": {"attention": 1, "experts": 1}}
 
 

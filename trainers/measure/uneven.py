@@ -21,7 +21,7 @@ from foldray.comm import Groups
 from foldray.errors import UserError
 from foldray.files import check_picture, write_picture
 from foldray.graph import Op, StepGraph
-from foldray.kinds import COMBINE, DISPATCH, EXPERT
+from foldray.kinds import EXCHANGES, EXPERT, OP_KINDS
 from foldray.moe import Pattern
 from foldray.recipe import Recipe
 from foldray.runtime import Engine, Trace
@@ -133,13 +133,19 @@ def predicted(
     """
     fold = groups.fold
     shares = copies.rank_shares(_loads(recipe, models[1])) if copies else rank_shares(models[1], fold.ep)
-    even, most = 1.0, max(shares)  # rows of the fullest rank: of assignments, or of tokens that go there, or to its node
-    if (recipe.moe.dispatch == "rank" or fold.disjoint) and copies is None:
-        even, most = (max(visits_of_a_token(model, fold.ep_across)) for model in models)
+
+    def fullest(places: int) -> float:
+        """Return how many times as many rows go to the fullest rank or node: of assignments, or of tokens."""
+        if copies is not None or not (recipe.moe.dispatch == "rank" or fold.disjoint):
+            return max(shares)
+        even, most = (max(visits_of_a_token(model, places)) for model in models)
+        return most / even
+
+    longer = {"tokens": fullest(fold.ep_across), "tokens_inside": fullest(fold.ep)}
 
     def scale(op: Op, rank: int) -> float:
-        if op.kind in (DISPATCH, COMBINE):
-            return most / even
+        if op.kind in EXCHANGES:
+            return longer[OP_KINDS[op.kind].travels or ""]
         return shares[fold.moe.coordinate(fold.offset + rank)["ep"]] if op.kind == EXPERT else 1.0
 
     return replay(graph, recordings, scale=scale).seconds / replay(graph, recordings).seconds

@@ -34,7 +34,18 @@ def drawn_graph(kind: str, data: st.DataObject) -> StepGraph:
     again = data.draw(st.sampled_from([(), ("expert",), ("attention", "expert")]))
     batch_degree = data.draw(st.sampled_from([1, 2]))
     ragged, rounds, gathers = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2])), data.draw(st.booleans())
-    graph = StepGraph(stages, slicing, pp, pp * rounds * batch_degree, ragged, again, batch_degree=batch_degree, gathers=gathers)  # type: ignore[arg-type]
+    passes_on, count = data.draw(st.booleans()), pp * rounds * batch_degree
+    graph = StepGraph(
+        stages,
+        slicing,
+        pp,
+        count,
+        ragged,
+        again,
+        batch_degree=batch_degree,
+        gathers=gathers,
+        passes_on=passes_on,  # type: ignore[arg-type]
+    )
     if not data.draw(st.booleans()):
         return graph
     chunks: list[list[Chunk]] = [[] for _ in range(pp)]

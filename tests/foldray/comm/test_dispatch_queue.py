@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from foldray.comm import DispatchQueue, Pending
+from tests.foldray.strict import AsOnGpu
 
 
 @pytest.fixture
@@ -53,6 +55,37 @@ def test_operations_start_in_order_while_the_caller_goes_on(queue: DispatchQueue
     assert started == [0, 1, 2, 3]
     assert pendings == sorted(pendings, key=lambda pending: pending.began)
     assert queue.start(operations[0].begin, ready=True).wait()[0] == 0
+
+
+def test_an_operation_does_not_wait_for_those_of_the_queue_beside(queue: DispatchQueue) -> None:
+    started: list[int] = []
+    beside, operations = DispatchQueue(queue), [Operation(number, started) for number in range(2)]
+    operations[1].release.set()
+    pendings = [each.start(operation.begin, ready=False) for each, operation in zip((queue, beside), operations, strict=True)]
+    assert pendings[1].wait()[0] == 1
+    operations[0].release.set()
+    assert pendings[0].wait()[0] == 0
+    assert started == [1, 0]
+    beside.close()
+
+
+def test_two_queues_of_a_gpu_start_in_one_order() -> None:
+    """Also if an operation waits for an earlier one: those behind it must not overtake it."""
+    started: list[int] = []
+    queues, pendings = [AsOnGpu()], list[Pending]()
+    queues.append(AsOnGpu(queues[0]))
+
+    def begin(number: int) -> Pending:
+        if number:
+            pendings[number - 1].wait()
+        started.append(number)
+        return Pending([], (torch.tensor(number),))
+
+    for number in range(5):
+        pendings.append(queues[number % 2].start(partial(begin, number), number == 3, torch.device("cpu")))
+    assert started == [], "an operation that lacks nothing lines up, too"
+    assert pendings[2].wait()[0] == 2
+    assert started == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("asked_before", [True, False])

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foldray.blueprint import ModelSpec, Ownership, ranks_of_a_token
-from foldray.comm import Groups
+from foldray.comm import DispatchQueue, Groups
 from foldray.comm.communicator import Count
 from foldray.costs.candidate import Candidate
 from foldray.graph import Op
@@ -115,6 +115,8 @@ def _fakes(candidate: Candidate) -> Iterator[None]:
             stack.enter_context(patched(Execution, "_compare", lambda self, order: None))
             stack.enter_context(patched(AllToAll, "start_counts", lambda *given: _even_counts(model, *given)))
             stack.enter_context(patched(experts, "_implementation", _of_a_gpu))
+            # Other threads have no fake tensors, and nothing makes anybody wait.
+            stack.enter_context(patched(DispatchQueue, "start", lambda queue, begin, ready, device: begin()))
             stack.enter_context(FakeTensorMode())
             yield
     finally:

@@ -15,10 +15,12 @@ from foldray.costs.candidate import Candidate, Job
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.prediction import predict
-from foldray.costs.rank import RankCosts
+from foldray.costs.rank import PRICES, RankCosts
 from foldray.costs.traffic import sent
 from foldray.fold import Fold
-from foldray.kinds import COMBINE, DISPATCH
+from foldray.graph import SliceCost
+from foldray.kinds import COMBINE, DISPATCH, EXPERT, INTRA_COMBINE, INTRA_DISPATCH
+from foldray.orders import named_ordering
 from foldray.plan.search import search
 from foldray.plan.space import Space
 from foldray.refold import as_candidate
@@ -78,6 +80,34 @@ def test_a_search_tries_two_levels_where_groups_have_several_ranks_on_several_no
         assert all(len({rank // 4 for rank in group}) == 1 for group in fold.groups("ep_inside"))
         assert all(len({rank // 4 for rank in group}) == len(group) > 1 for group in fold.groups("ep_across"))
     assert not any(fold.ep_inside > 1 for fold in Space(replace(job, dispatch="assignment"), machines, 16).folds())
+
+
+@pytest.mark.parametrize("again", [(), ("expert",)], ids=str)
+@pytest.mark.parametrize("name", ["sequential", "moe_only:4", "aaam:4", "one_a_one_m:4", "stream:4", "flow:2"])
+def test_pieces_hide_what_is_inside_a_node(monkeypatch: pytest.MonkeyPatch, name: str, again: tuple[str, ...]) -> None:
+    """In one piece a step takes as long as if experts waited for rows inside the node, and in several pieces it takes less."""
+    job = Job(MODEL.model_copy(update={"hidden": 2048, "heads": 16, "expert_hidden": 512}), 4096, 32, dispatch="rank")
+    machines = MACHINES.model_copy(update={"gpus_per_node": 4})
+    ordering = named_ordering(name, job.seq_len, SliceCost.of_model(2048, 16))._replace(recompute=again)
+    once = Candidate(job, Fold(8, ep=8, ep_inside=4), ordering, micro_batch=2)
+    found = predict(once, machines)
+    prices = dict(PRICES)
+
+    def waiting(*given: Any) -> Any:
+        for kind in (INTRA_DISPATCH, EXPERT, INTRA_COMBINE):
+            yield from prices[kind](*given)
+
+    monkeypatch.setitem(PRICES, EXPERT, waiting)  # type: ignore[arg-type]
+    for kind in (INTRA_DISPATCH, INTRA_COMBINE):
+        monkeypatch.setitem(PRICES, kind, lambda *given: iter(()))  # type: ignore[arg-type]
+    before = predict(once, machines)
+    more = before.traffic.pop("ep_inside") / found.traffic.pop("ep_inside")
+    assert more == pytest.approx(1) if not again else 1.4 < more < 1.6, "experts that run again do not ask for their rows again"
+    assert found.traffic == pytest.approx(before.traffic)
+    if name == "sequential" and not again:
+        assert found.seconds == pytest.approx(before.seconds, rel=1e-12)
+    else:
+        assert found.seconds < 0.999 * before.seconds
 
 
 def test_the_fullest_rank_decides() -> None:

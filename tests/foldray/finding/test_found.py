@@ -56,6 +56,7 @@ def graphs(draw: Any) -> StepGraph:
     return StepGraph(
         stages, cut, pp, micro_batches, draw(st.booleans()), again, batch_degree=parts, chunks=chunks,
         gathers=draw(st.booleans()), later=later, tied=tied, whole=draw(st.booleans()), offloaded=offloaded,
+        passes_on=draw(st.booleans()),
     )  # fmt: skip
 
 

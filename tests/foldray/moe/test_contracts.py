@@ -38,8 +38,8 @@ class PlainExchange:
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         return Pending([], rows)
 
-    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
-        return Pending([], rows)
+    def start_back(self, rows: Pending, sent: Sent, received: Received, room: int | None = None) -> Pending:
+        return rows
 
 
 class PlainLayer:
@@ -63,6 +63,9 @@ class PlainLayer:
         slots = sorted(kept, key=lambda slot: chosen[slot[0]][slot[1]])
         rows_E = [sum(chosen[t][k] == expert for t, k in slots) for expert in range(len(self.experts))]
         return [torch.stack([h_TH[t] for t, _ in slots])], Sent(torch.tensor(rows_E), (slots, len(chosen)))
+
+    def inside_node(self, sent: Sent, received: Received) -> None:
+        """Have rows come to the ranks of their experts."""
 
     def run_experts(self, rows: Rows, received: Received) -> torch.Tensor:
         parts = rows[0].split(received.rows_by_expert)

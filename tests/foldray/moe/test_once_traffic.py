@@ -16,7 +16,7 @@ import torch
 from foldray.blueprint import Ownership, ranks_of_a_token
 from foldray.comm import Groups
 from foldray.fold import Fold
-from foldray.moe import MoeBackend, MoELayer, Sent, TokenPiece, combine, dispatch
+from foldray.moe import MoeBackend, MoELayer, Sent, TokenPiece, combine, compute_rows, dispatch
 from foldray.moe.once import OncePerRank
 from foldray.recipe import Recipe
 from tests.foldray.moe.test_layer import spec
@@ -73,7 +73,7 @@ def measured(rank: int, ranks: int, topk: int, inside: int = 1) -> Measured:
     groups.traffic.clear()
     rows = dispatch(layer.exchange, rows, sides, received)
     measure("dispatch")
-    y_NH = layer.run_experts(rows, received)
+    y_NH = compute_rows(layer, rows, sides, received)
     if inside > 1:
         sent["experts inside"] = groups.traffic.by_name()["tokens_inside"].inside_bytes
         groups.traffic.clear()

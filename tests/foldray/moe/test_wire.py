@@ -13,7 +13,7 @@ from foldray.blueprint import Ownership
 from foldray.comm import Groups
 from foldray.fold import Fold
 from foldray.model.initial import parameters_as
-from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, dispatch, run_layer
+from foldray.moe import MoeBackend, MoELayer, TokenPiece, combine, compute_rows, dispatch, run_layer
 from foldray.moe.exchange import GROUP, WIRES, write
 from tests.foldray.moe.test_layer import spec
 from tests.foldray.moe.test_once import draw_weights
@@ -128,7 +128,7 @@ def sent(rank: int, wire: Any, way: Any, dtype: torch.dtype) -> tuple[dict[str, 
     groups.traffic.clear()
     rows = dispatch(made.exchange, rows, sides, received)
     measure("dispatch")
-    y_NH = combine(made.exchange, made.run_experts(rows, received), sides, received)
+    y_NH = combine(made.exchange, compute_rows(made, rows, sides, received), sides, received)
     measure("combine")
     made.combine_postprocess(y_NH, sides, routing.weight_TK).sum().backward()
     measure("backward")

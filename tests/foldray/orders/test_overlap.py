@@ -125,7 +125,7 @@ BLOCKS = st.lists(st.sampled_from([DENSE, MOE]), min_size=1, max_size=3).map(tup
     st.sampled_from(list(OVERLAPS)), st.sampled_from(list(OVERLAPS)), st.sampled_from(SLICINGS), st.integers(1, 5),
     st.integers(1, 5), st.integers(1, 3),
     st.booleans(), st.sets(st.sampled_from(["attention", "ffn", "expert"])), st.booleans(), st.integers(1, 4), st.booleans(),
-    st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2), st.integers(0, 7), st.booleans(),
+    st.sets(st.sampled_from(WITH_WEIGHTS)), st.integers(0, 2), st.integers(0, 7), st.booleans(), st.booleans(),
 )  # fmt: skip
 @examples(200)
 def test_whatever_is_generated_passes_the_checker(
@@ -149,6 +149,7 @@ def test_whatever_is_generated_passes_the_checker(
     further,
     fewer,
     whole,
+    passes_on,
 ) -> None:
     degree = min(degree, length)
     cost = SliceCost.of_model(hidden, heads)
@@ -169,6 +170,7 @@ def test_whatever_is_generated_passes_the_checker(
         gathers=gathers,
         later=tuple(sorted(later)),
         whole=whole,
+        passes_on=passes_on,
     )
     schedule = step_schedule(graph, Overlap(forward, lag), Overlap(backward, other))
     check(graph, schedule)
