@@ -69,20 +69,21 @@ def test_an_operation_does_not_wait_for_those_of_the_queue_beside(queue: Dispatc
     beside.close()
 
 
-def test_two_queues_of_a_gpu_start_in_one_order() -> None:
-    """Also if an operation waits for an earlier one: those behind it must not overtake it."""
-    started: list[int] = []
-    queues, pendings = [AsOnGpu()], list[Pending]()
-    queues.append(AsOnGpu(queues[0]))
+@pytest.mark.parametrize("queues", [1, 2])
+@pytest.mark.parametrize("needs", [False, True])
+def test_queues_of_a_gpu_start_in_one_order(queues: int, needs: bool) -> None:
+    """Also if an operation waits for the first one: those behind it must not overtake it."""
+    first, started, pendings = AsOnGpu(), list[int](), list[Pending]()
+    lines = [first, *(AsOnGpu(first) for _ in range(queues - 1))]
 
     def begin(number: int) -> Pending:
-        if number:
-            pendings[number - 1].wait()
+        if needs and number:
+            pendings[0].wait()
         started.append(number)
         return Pending([], (torch.tensor(number),))
 
     for number in range(5):
-        pendings.append(queues[number % 2].start(partial(begin, number), number == 3, torch.device("cpu")))
+        pendings.append(lines[number % queues].start(partial(begin, number), number == 3, torch.device("cpu")))
     assert started == [], "an operation that lacks nothing lines up, too"
     assert pendings[2].wait()[0] == 2
     assert started == [0, 1, 2, 3, 4]

@@ -74,6 +74,7 @@ CASES = {
     ),
     "slices over ranks": Case(2, {"cp": 2, "ep": 2}, {"model": PAD, "schedule": {"kind": "stream", "degree": 2}}, {}),
     "tokens once to each rank": Case(2, {"ep": 2}, {"moe": ONCE, "schedule": {"kind": "aaam", "degree": 2}}, COUNTS),
+    "tokens once to each node": Case(4, {"ep": 4, "ep_inside": 2}, {"moe": ONCE, "schedule": {"recompute": RECOMPUTE}}, COUNTS),
     "tokens once to each rank, dropping, computed again": Case(
         4, {"tp": 2, "cp": 2, "ep": 2, "etp": 2},
         {"moe": ONCE, "model": {"router": {"capacity_factor": 1.0}}, "schedule": {"recompute": RECOMPUTE}}, COUNTS,
