@@ -92,8 +92,9 @@ class Ranks:
         for ranked, span in sorted(whole.items(), key=lambda item: item[1].end):
             channel = self.channel(ranked)
             # On a GPU, rows that go on have a span from when they line up behind what brings them.
-            brought = (whole[need].end for need in self.needs(ranked) if need in whole)
-            seconds[ranked] = max(0.0, span.end - max(span.start, arrived.get(channel, span.start), *brought))
+            needs = () if self._is_message(ranked.op) else self.needs(ranked)
+            begins = max([span.start, arrived.get(channel, span.start), *(whole[need].end for need in needs if need in whole)])
+            seconds[ranked] = max(0.0, span.end - begins)
             arrived[channel] = span.end
         return seconds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foldray.clock import COMPUTE, check, length, merged, simulate
+from foldray.clock import COMPUTE, Recording, Span, check, length, merged, recorded_cost, simulate
 from foldray.finding import find
 from foldray.graph import Chunk, Op, Reduction, SliceCost, Slicing, StepGraph, slice_sequence
 from foldray.kinds import EXCHANGES, EXPERT, OP_KINDS
@@ -121,6 +121,17 @@ def test_one_piece_takes_as_long_as_all_its_ops() -> None:
     graph = graph_of(1, ragged=False, stages=((replace(MOE, moe=MOE.moe._replace(shared=None)),) * 2,))
     cost, lists = cost_of(4.0, 3.0), step_schedule(graph, Overlap("sequential"))
     assert simulate(graph, lists, cost).seconds == sum(seconds for op in lists[0] for _, seconds in cost(op))
+
+
+def test_a_recorded_leg_counts_from_the_end_of_the_one_before() -> None:
+    """On a GPU, its span begins when it lines up."""
+    graph = graph_of(1, ragged=False, backward=False, stages=((MOE,),))
+    lists = step_schedule(graph, Overlap("sequential"))
+    spans = simulate(graph, lists, cost_of(4.0, 3.0)).spans
+    leg = Op("intra_dispatch", "F", 0)
+    early = spans | {leg: Span(spans[leg._replace(kind="dispatch")].start, spans[leg].end)}
+    assert early[leg].end - early[leg].start == 7
+    assert recorded_cost(graph, [Recording(lists[0], early)])(leg) == (("tokens_inside", 3.0),)
 
 
 def test_a_found_list_is_faster_than_those_by_name() -> None:
