@@ -12,7 +12,7 @@ from foldray.activations import find_activation
 from foldray.blueprint import AttentionSpec, BlockSpec, FeedForwardSpec
 from foldray.blueprint.grouping import one_by_one
 from foldray.costs.candidate import Content
-from foldray.costs.device import FLOAT32
+from foldray.costs.device import FLOAT32, INT64
 from foldray.costs.hardware import counts
 from foldray.costs.parts import LINEAR_CHUNK
 from foldray.costs.rank import RankCosts, shared_by_fold
@@ -124,7 +124,8 @@ def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
     """Return the bytes that experts need in backward if their rank sums the results, with the rows that have arrived.
 
     There are three full moments: when the gradients of sums become the gradients of results, between the products of the
-    experts, and when the gradients of the experts' rows are summed. On a CPU, such sums have float32 copies of both sides.
+    experts, and when the gradients of the experts' rows are summed. On a CPU, such sums have float32 copies of both sides. At the
+    first moment, each choice of a row that has arrived, and each row of an expert, has its place twice and a float32 gradient.
     `tokens` are those of a rank, times the imbalance.
     """
     assert block.moe
@@ -137,7 +138,8 @@ def _summing(rank: RankCosts, block: BlockSpec, tokens: float) -> float:
     freed = 2 * results + rows * moe.expert.width * b
     last = both * b + wide + b * _weight_gradients(rank, EXPERT, block, moe.expert) - freed
     received = arrived * rank.model.hidden * b * (1 / fold.etp + (fold.etp > 1))  # as they have arrived, and gathered
-    return received + max(results + wide, results + _backward(rank, EXPERT, block, rows, moe.expert), last)
+    beside = (arrived * moe.topk + rows * fold.etp) * (2 * INT64 + FLOAT32)
+    return received + max(results + wide + beside, results + _backward(rank, EXPERT, block, rows, moe.expert), last)
 
 
 def _backward(rank: RankCosts, kind: str, block: BlockSpec, rows: float, spec: FeedForwardSpec) -> float:
