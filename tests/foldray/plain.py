@@ -72,6 +72,7 @@ class Plain:
         self.recipe, self.model = recipe, recipe.model
         self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         self.biases = {layer: torch.zeros(self.model.experts, dtype=torch.float64) for layer in self.model.moe_layers}
+        self.given: dict[int, list[list[int]]] = {}  # experts of a sequence's tokens by block; −1 leaves a token to the router
         self.counts = {layer: torch.ones_like(bias) for layer, bias in self.biases.items()}  # of the last step
         spec, weights = recipe.optimizer, self.weights
         self.turned = {
@@ -89,10 +90,17 @@ class Plain:
             keys |= {"weight_decay": spec.weight_decay, "adjust_lr_fn": spec.adjust_lr}
             self.optimizers.append(torch.optim.Muon(list(self.turned.values()), lr=spec.lr, **keys))
 
-    def step(self, token_BL: Tensor, target_BL: Tensor, segment_BL: Tensor | None) -> dict[str, Any]:
+    def step(
+        self,
+        token_BL: Tensor,
+        target_BL: Tensor,
+        segment_BL: Tensor | None,
+        expert_MBLK: Tensor | None = None,
+        weight_BL: Tensor | None = None,
+    ) -> dict[str, Any]:
         """Update the weights on these sequences. Return the mean losses, and the gradient's norm before clipping.
 
-        They come in the order of the numbers of their micro-batches.
+        They come in the order of the numbers of their micro-batches. Experts and weights are those of `Batch`.
         """
         model, sequences = self.model, len(token_BL)
         sums = [torch.zeros((), dtype=torch.float64) for _ in range(model.mtp_depth + 1)]
@@ -100,11 +108,13 @@ class Plain:
         routers: dict[int, list[Router]] = {layer: [] for layer in model.moe_layers}
         for number in range(sequences):
             segment_L = None if segment_BL is None else segment_BL[number]
+            self.given = {} if expert_MBLK is None else dict(zip(model.moe_layers, expert_MBLK[:, number].tolist(), strict=True))
+            weight_L = [1.0] * len(token_BL[number]) if weight_BL is None else weight_BL[number].tolist()
             for depth, logits_LV in enumerate(self._logits(token_BL[number], segment_L, routers)):
                 # Position i predicts target i + depth, which the last positions of a document have not.
                 for i, (logits_V, target) in enumerate(zip(logits_LV, target_BL[number].tolist()[depth:], strict=False)):
                     if target != -100 and (segment_L is None or segment_L[i] == segment_L[i + depth]):
-                        sums[depth] = sums[depth] + logits_V.logsumexp(0) - logits_V[target]
+                        sums[depth] = sums[depth] + weight_L[i + depth] * (logits_V.logsumexp(0) - logits_V[target])
                         counts[depth] += 1
         language, *further = [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
         balance = sum(self._balance(layer, rows) for layer, rows in routers.items())
@@ -394,10 +404,12 @@ class Plain:
             logits_LE = logits_LE + self.weights[f"{name}.moe.router.logit_bias"]
         score_LE = torch.sigmoid(logits_LE) if spec.score == "sigmoid" else logits_LE.softmax(-1)
         biased_LE = self._in_best_groups(score_LE.detach() + self.biases[layer])
-        kept = self._kept(biased_LE, score_LE.detach(), logits_LE.detach())
+        given_LK = torch.tensor(self.given[layer]) if layer in self.given else torch.full((length, topk), -1)
+        chosen_LK = given_LK.where(given_LK >= 0, biased_LE.argsort(descending=True)[:, :topk])
+        kept = self._kept(chosen_LK, score_LE.detach(), logits_LE.detach())
         rows, count_E = [], torch.zeros(experts, dtype=torch.float64)
         for token in range(length):
-            chosen = biased_LE[token].argsort(descending=True)[:topk]
+            chosen = chosen_LK[token]
             count_E[chosen] += 1
             if spec.score == "softmax" and spec.softmax == "after_topk":
                 weight_K = logits_LE[token, chosen].softmax(-1)
@@ -428,7 +440,7 @@ class Plain:
                 found[token, group * size : (group + 1) * size] = -math.inf
         return found
 
-    def _kept(self, biased_LE: Tensor, score_LE: Tensor, logits_LE: Tensor) -> set[tuple[int, int]] | None:
+    def _kept(self, chosen_LK: Tensor, score_LE: Tensor, logits_LE: Tensor) -> set[tuple[int, int]] | None:
         """Return the (token, expert) pairs within the capacity of a whole sequence; None if nothing is dropped."""
         spec, topk, (length, experts) = self.model.router, self.model.topk, score_LE.shape
         if spec.capacity_factor is None:
@@ -436,7 +448,7 @@ class Plain:
         capacity, kept = min(length, math.ceil(spec.capacity_factor * length * topk / experts)), set()
         weighed: dict[int, list[tuple[float, int]]] = {expert: [] for expert in range(experts)}
         for token in range(length):
-            chosen = biased_LE[token].argsort(descending=True)[:topk]
+            chosen = chosen_LK[token]
             after = spec.score == "softmax" and spec.softmax == "after_topk"
             weight_K = logits_LE[token, chosen].softmax(-1) if after else score_LE[token, chosen]
             weight_K = weight_K / weight_K.sum() if spec.normalize else weight_K

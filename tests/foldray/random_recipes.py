@@ -18,16 +18,24 @@ TRIES = 400  # most draws break a rule
 
 
 class Case(NamedTuple):
-    """A recipe, and two properties of the text that a recipe does not have.
+    """A recipe, and properties of the batches that a recipe does not have (`parity.batches`).
 
     Args:
         documents: whether attention stops at document boundaries.
         masked: whether some targets do not count.
+        replayed: whether batches bring experts.
+        weighted: whether the losses of tokens have factors.
     """
 
     recipe: Recipe
     documents: bool
     masked: bool
+    replayed: bool = False
+    weighted: bool = False
+
+    @property
+    def options(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in self._fields[1:]}
 
 
 def draw(seed: int) -> Case:
@@ -39,9 +47,53 @@ def draw(seed: int) -> Case:
             recipe, documents, masked = Recipe.parse(given), chance.random() < 0.3, chance.random() < 0.3
         except UserError:
             continue
-        if not (_drops_the_improbable(recipe) and _repeats(recipe)):
-            return Case(recipe, documents and not _drops_the_improbable(recipe), masked)
+        if not _ties(recipe):
+            case = Case(recipe, documents and not _drops_the_improbable(recipe), masked)
+            return _with_more(case, random.Random(seed))  # whose draws change no other
     raise AssertionError(f"no legal recipe in {TRIES} draws of seed {seed}")
+
+
+def _with_more(case: Case, chance: random.Random) -> Case:
+    """Return a case with some further keys and properties, each if the rules let it join the others."""
+    for section, keys in _more(chance, case.recipe):
+        given = case.recipe.model_dump(exclude_unset=True)
+        try:
+            recipe = Recipe.parse({**given, section: {**given.get(section, {}), **keys}})
+        except UserError:
+            continue
+        if not _ties(recipe):
+            case = case._replace(recipe=recipe)
+    replays = chance.random() < 0.15 and case.recipe.moe.backend == "torch" and not _drops_the_improbable(case.recipe)
+    return case._replace(replayed=replays, weighted=chance.random() < 0.15)
+
+
+def _more(chance: random.Random, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield sections with further keys."""
+    heads = chance.choice([2, 4])
+    linear = {  # a norm behind would divide by the small outputs of first tokens, and make rounding errors large
+        "windows": chance.choice([["linear"], ["linear", "full"], ["linear", "linear", "sliding:5"]]), "linear_heads": heads,
+        "linear_key_heads": chance.choice([heads, heads // 2]), "linear_key_dim": 4, "norms": "before",
+        "linear_value_dim": chance.choice([4, 6]), "linear_taps": chance.choice([1, 2, 4]),
+    }  # fmt: skip
+    stages, layers = recipe.placed_fold.pp * recipe.schedule.virtual_stages, recipe.model.layers
+    borders = [0, *sorted(chance.sample(range(1, layers), stages - 1)), layers] if stages <= layers else [0, layers]
+    for likely, section, keys in (
+        (0.25, "model", linear),
+        (0.3, "model", {"linear_kind": "kimi_delta", "linear_key_heads": heads}),
+        (0.15, "model", {"norm": "zero_rmsnorm"}),
+        (0.3, "schedule", {"stage_layers": [stop - start for start, stop in itertools.pairwise(borders)]}),
+        (0.3, "schedule", {"context": "all_gather"}),
+        (0.3, "schedule", {"alive": chance.choice([1, 2, 3])}),
+        (0.15, "engine", {"offload": "optimizer"}),
+        (0.3, "moe", {"copies": chance.choice([1, 2])}),
+    ):
+        if chance.random() < likely:
+            yield section, keys
+
+
+def _ties(recipe: Recipe) -> bool:
+    """Whether rounding alone may decide which tokens experts drop."""
+    return _drops_the_improbable(recipe) and _repeats(recipe)
 
 
 def _drops_the_improbable(recipe: Recipe) -> bool:
@@ -80,10 +132,9 @@ def _smaller(case: Case) -> Iterator[Case]:
                     yield case._replace(recipe=Recipe.parse(left))
                 except UserError:
                     continue
-    if case.documents:
-        yield case._replace(documents=False)
-    if case.masked:
-        yield case._replace(masked=False)
+    for name, has in case.options.items():
+        if has:
+            yield case._replace(**{name: False})
 
 
 _NEEDED = {

@@ -14,14 +14,26 @@ import torch
 from foldray.blueprint import parameter_table
 from foldray.model.initial import initial_values
 from foldray.recipe import Recipe
-from tests.foldray.parity import IGNORED, batches, train
+from tests.foldray.parity import IGNORED, batches, engine_on, go_by_times, go_on
 from tests.foldray.plain import Plain
 from tests.foldray.random_recipes import Case, draw, shrink
+from tests.foldray.runtime.test_copies import tables_of
 
 FIRST, CASES = int(os.environ.get("FOLDRAY_SEED", "0")), int(os.environ.get("FOLDRAY_CASES", "200"))
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _SECONDS = 240
 _SMALL = 1e-3  # biases of keys that do not turn have a gradient of zero, and so a weight that is rounding alone
+
+
+def train(rank: int, recipe: Recipe, steps: int, *properties: bool) -> dict[str, Any]:
+    """Train as `parity.train`. After the first step, random experts have copies, if there is room for some (`moe.copies`)."""
+    options = dict(zip(Case._fields[1:], properties, strict=True))
+    with engine_on(recipe, rank) as (engine, groups):
+        first = go_by_times(engine, groups, recipe, 1, **options)
+        if recipe.moe.copies:
+            engine.execution.copy_experts(tables_of(recipe, 1, recipe.moe.copies))
+        then = go_on(engine, groups, recipe, range(1, steps), **options)
+        return {**then, **{key: first[key] + then[key] for key in ("losses", "norms")}}
 
 
 def reference(case: Case, steps: int, change: float = 0.0) -> dict[str, Any]:
@@ -35,9 +47,12 @@ def reference(case: Case, steps: int, change: float = 0.0) -> dict[str, Any]:
     plain, losses, norms = Plain(recipe, drawn), [], []
     dp = recipe.placed_fold.dp
     for step in range(steps):
-        by_place = [batches(recipe, place, step, case.documents, case.masked) for place in range(dp)]
+        by_place = [batches(recipe, place, step, **case.options) for place in range(dp)]
         parts = [batch for same_number in zip(*by_place, strict=True) for batch in same_number]
-        columns = [None if parts[0][i] is None else torch.cat([part[i] for part in parts]) for i in range(3)]
+        columns = [
+            None if column[0] is None else torch.cat(column, dim=1 if column[0].dim() == 4 else 0)
+            for column in zip(*parts, strict=True)
+        ]
         assert case.masked == bool((columns[1] == IGNORED).any())
         found = plain.step(*columns)
         losses.append(found["losses"])
@@ -67,7 +82,7 @@ def difference(found: list[dict[str, Any]], expected: dict[str, Any]) -> tuple[f
 def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
     def apart(case: Case) -> tuple[float, str]:
         recipe = case.recipe
-        found = ranks(recipe.cluster.workers).run(train, recipe, 2, case.documents, case.masked, timeout=_SECONDS)
+        found = ranks(recipe.cluster.workers).run(train, recipe, 2, *case[1:], timeout=_SECONDS)
         return difference(found, reference(case, 2))
 
     def fails(case: Case) -> bool:
@@ -93,6 +108,6 @@ def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
     if not fails(case):
         return
     smallest = shrink(case, fails)
-    told = smallest.recipe.model_dump(exclude_unset=True), f"documents={smallest.documents}, masked={smallest.masked}"
+    told = smallest.recipe.model_dump(exclude_unset=True), smallest.options
     worst, where = apart(smallest)  # raises if the recipe raises an error
     pytest.fail(f"seed {seed}: {where} is {worst:.3g} from plain torch, with {told}")

@@ -48,13 +48,11 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tables_of(recipe: Any, step: int) -> dict[int, Copies]:
-    """Return copies for random loads, other ones in each step, and none before the second step."""
+def tables_of(recipe: Any, step: int, room: int = 2) -> dict[int, Copies]:
+    """Return copies for random loads, other ones in each step."""
     generator, experts, ep = torch.Generator().manual_seed(step), recipe.model.experts, recipe.fold.ep
     loads = {layer: torch.rand(experts, generator=generator).pow(3).tolist() for layer in recipe.model.moe_layers}
-    tables = {layer: copy_experts(load, ep, room=2) for layer, load in loads.items()}
-    assert any(tables.values()), "no step has copies"
-    return {layer: table or Copies.none(experts, ep, 2) for layer, table in tables.items()} if step else {}
+    return {layer: copy_experts(load, ep, room) or Copies.none(experts, ep, room) for layer, load in loads.items()}
 
 
 def train(rank: int, recipe: Any) -> dict[str, Any]:
@@ -67,7 +65,9 @@ def train(rank: int, recipe: Any) -> dict[str, Any]:
             if engine.execution.trace is not None:
                 engine.execution.learn_costs()
             found = {**then, **{key: found[key] + then[key] for key in ("losses", "norms")}}
-            engine.execution.copy_experts(tables_of(recipe, step + 1))
+            tables = tables_of(recipe, step + 1)
+            assert any(any(table.of_rank) for table in tables.values()), "no step has copies"
+            engine.execution.copy_experts(tables)
         copied = sum(count.calls for (name, _), count in groups.traffic.counts.items() if name == "copies")
         copies = {parameter.untyped_storage().data_ptr() for parameter in engine.execution.copies.parameters}
     assert copied, "no weights have travelled"
