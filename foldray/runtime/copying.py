@@ -136,13 +136,14 @@ class CopyChoice:
         if not late or (self.last is not None and early + late < self._every):
             return
         count_HME = self._groups.control.all_reduce(self._count_HME).double() / self._groups.fold.edp  # of one group
-        halves = (count_HME[0] / early).tolist(), (count_HME[1] / late).tolist()
-        self.choose((count_HME.sum(0) / (early + late)).tolist(), halves)
+        means = [count_HME[0] / early, count_HME[1] / late, count_HME.sum(0) / (early + late)]
+        *halves, load_ME = torch.stack(means).tolist()  # one wait for the device
+        self.choose(load_ME, halves)
 
     def choose(
         self,
         load_ME: Sequence[Sequence[float]],
-        halves: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]] | None = None,
+        halves: Sequence[Sequence[Sequence[float]]] | None = None,
         worth: float | None = None,
     ) -> None:
         """Decide by these loads.
