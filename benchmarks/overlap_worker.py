@@ -62,10 +62,10 @@ class Silent:
             return self.real.start_out(rows, sent, received)
         return _instead(rows, sum(received.rows_by_rank))
 
-    def start_back(self, rows: Rows, sent: Sent, received: Received, room: int | None = None) -> Pending:
+    def start_back(self, rows: Pending, sent: Sent, received: Received, room: int | None = None) -> Pending:
         if not self.silent:
             return self.real.start_back(rows, sent, received, room)
-        return _instead(rows, sum(received.leaving_by_rank) if room is None else room)
+        return _instead(rows.wait(), sum(received.leaving_by_rank) if room is None else room)
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that come from every rank, and that go to every rank."""
@@ -74,7 +74,7 @@ class Silent:
         return received.rows_by_rank, received.leaving_by_rank
 
 
-def _instead(rows: Rows, count: int) -> Pending:
+def _instead(rows: Sequence[Tensor], count: int) -> Pending:
     return Pending([], [_stretched(rows_NH, count)[:count] for rows_NH in rows])
 
 
@@ -164,9 +164,10 @@ class Worker:
         """Bisect the routers' biases, of logits or of the selection, until all experts have the same number of rows (nearly)."""
         for halvings in range(_HALVINGS):
             losses = all_losses(self.execution.evaluate(self.batches), self.groups.control)
-            biases = [router.bias if router.logit_bias is None else router.logit_bias.data for _, router in self.model.routers()]
-            for bias_E, count_E in zip(biases, losses.count_ME, strict=True):
-                bias_E += 0.5 ** (halvings + 2) * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
+            for (_, router), count_E in zip(self.model.routers(), losses.count_ME, strict=True):
+                # Scores are at most 1, logits may be some units apart.
+                bias_E, first = (router.bias, 0.25) if router.logit_bias is None else (router.logit_bias.data, 4.0)
+                bias_E += first * 0.5**halvings * torch.sign(count_E.double().mean() - count_E).to(bias_E.dtype)
 
     def tell(self, text: str) -> None:
         if self.rank == 0:
