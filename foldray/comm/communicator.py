@@ -163,7 +163,7 @@ class Pending:
 
 
 def used_here(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors, whose memory stays theirs until the current stream of a GPU has used them, whatever stream it is of."""
+    """Return the tensors. Their memory is not reused before the current stream of a GPU has used them."""
     tensors = tuple(tensors)
     for tensor in tensors:
         if tensor.is_cuda:

@@ -210,7 +210,7 @@ class Exchange(Protocol):
 class NodeExchange(Protocol):
     """How the rows of a piece go on from the rank of a node that they reach to the ranks of their experts, and come back.
 
-    All ranks of the node must call each method, in the same order. No method waits, also for rows that are on their way to it.
+    All ranks of the node must call each method, in the same order. No method waits, even for rows that are still on their way.
     """
 
     def start_out(self, rows: Pending) -> Pending:

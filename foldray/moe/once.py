@@ -139,7 +139,7 @@ def _positions(goes_TR: torch.Tensor) -> torch.Tensor:
 
 
 class PassedOn(NamedTuple):
-    """What this rank passes on to the ranks of its node of a piece.
+    """What this rank passes on of a piece to the ranks of its node.
 
     Args:
         experts: number of the node's experts. Each of its ranks has a run of them.

@@ -330,5 +330,6 @@ class _Run:
     def _let_go(self, op: Op) -> None:
         """Let go of what a stage has handed on, now that it goes backward: the stage behind it must have received all of that."""
         stage = self.graph.stage_of[op.layer]
-        for sent in [each for each in self.sending if each[1:3] == ("F", stage) and each.micro_batch == op.micro_batch]:
+        handed_on = "F", stage, op.micro_batch
+        for sent in [each for each in self.sending if (each.direction, each.layer, each.micro_batch) == handed_on]:
             self.sending.pop(sent).wait()

@@ -93,7 +93,7 @@ def test_a_random_recipe_equals_plain_torch(ranks, seed: int) -> None:
             return True
 
     def rounded(case: Case, found: float) -> bool:
-        """Return whether rounding explains the difference: in float64 is none, and plain torch makes as much of an epsilon.
+        """Return whether rounding explains the difference: float64 has none, and plain torch makes as much of an epsilon.
 
         A learning rate of 1 makes rounding errors of a small weight hundreds of times as large within two steps.
         """
