@@ -33,19 +33,23 @@ layer with its router and its all-to-alls."""
 
 
 class Software(NamedTuple):
-    """What training software holds of parameters and logits. The defaults are foldray's; published rows have others.
+    """What training software holds of parameters and logits, and starts to bring rows to experts. The defaults are foldray's;
+    published rows have others.
 
     Args:
         gradients, moments: bytes of a gradient that micro-batches add to, and of one of the optimizer's two moments.
         apart: whether the gradients that a rank owns under ZeRO-1 lie apart from the whole ones, and leave from copies. Otherwise
             they are reduced in place.
         fused_loss: whether gradients of logits take the place of logits, so that no float32 copy of them exists.
+        relay_kernels: number of kernels around one that brings rows to ranks once, and passes them on inside a node while others
+            arrive, as DeepEP's do; 0 if there is none, and ops of their own pass rows on.
     """
 
     gradients: int = 4
     moments: int = 4
     apart: bool = True
     fused_loss: bool = False
+    relay_kernels: int = 0
 
 
 OWN_SOFTWARE = Software()
@@ -64,7 +68,7 @@ class Job:
         wire: how rows are written for the wire (`moe.wire` of a recipe); None leaves them as they are.
         context: how ranks that share a sequence exchange keys and values of whole ones (`schedule.context` of a recipe).
         again: those of `PARTS` that run again. Only published rows have them; foldray's runtime keeps these parts.
-        software: what weights' gradients and states take.
+        software: what runs the job.
         gradients: how gradients are written on their way to their owner (`engine.wire` of a recipe); None is float32.
         offload: whether the optimizer is on the host (`engine.offload` of a recipe).
         copies: room for copies of experts (`moe.copies` of a recipe); None for no copies.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from foldray.blueprint import BlockSpec, MixtureSpec, ModelSpec, overload, pattern_shares, visits_of_a_token
@@ -55,8 +56,7 @@ class MixtureParts(Parts):
         yield self._permuted((2 if back else 1) * (2 + 2 * self.travelling.room) * n * self._width)
         yield from self._products("gemm", n, self.model.hidden, moe.experts, back, wide=True)
         yield self._launch(ROUTE, back)
-        if self.travelling.beside:
-            yield self._launch("once_route", back)
+        yield from self._once(ROUTE, back)
         yield from self._written(n * self.travelling.room, out=not back)
 
     def _shared(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
@@ -76,9 +76,27 @@ class MixtureParts(Parts):
         yield from self._exchanged(tokens, self.travelling.messages(back, False, back))
 
     def _exchanged(self, tokens: range, messages: list[float]) -> Iterator[Work]:
-        """Yield all-to-alls of messages with so many bytes for a row."""
+        """Yield all-to-alls of messages with so many bytes for a row: one of all, if one kernel passes rows on inside a node."""
+        across, inside = (self._rows(tokens) * rows for rows in (self.travelling.fullest, self.travelling.inside))
+        if self._relayed:
+            links = (("ep_across", across), ("ep_inside", inside))
+            both = [self.network.exchange(family, rows * sum(messages)) for family, rows in links]
+            yield self._travel("ep", max(both, key=attrgetter("seconds")))
+            return
         for row_bytes in messages:
-            yield self._travel("ep", self.network.exchange("ep_across", self._rows(tokens) * self.travelling.fullest * row_bytes))
+            yield self._travel("ep", self.network.exchange("ep_across", across * row_bytes))
+
+    @property
+    def _relayed(self) -> bool:
+        """Whether one kernel brings rows to their ranks, and passes them on inside a node while others arrive."""
+        return bool(self.travelling.beside and self.job.software.relay_kernels)
+
+    def _once(self, kind: str, back: bool) -> Iterator[Work]:
+        """Yield the launches that `moe.dispatch: rank` adds to an op. Those around a kernel come with the route."""
+        if self._relayed and kind == ROUTE:
+            yield self._started(self.job.software.relay_kernels, back)
+        elif self.travelling.beside and not self._relayed:
+            yield self._launch(f"once_{kind}", back)
 
     def _intra_dispatch(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         yield from self._passed_on(tokens, sum(self.travelling.beside[: 1 if back else 2]))
@@ -88,6 +106,8 @@ class MixtureParts(Parts):
 
     def _passed_on(self, tokens: range, beside: float = 0.0) -> Iterator[Work]:
         """Yield all-to-alls inside a node: of rows, and of what is beside them. Nothing rounds these rows."""
+        if self._relayed:
+            return
         for row_bytes in (self._width, *([beside] if beside else [])):
             sent = self._rows(tokens) * self.travelling.inside * row_bytes
             yield self._travel("ep_inside", self.network.exchange("ep_inside", sent))
@@ -103,7 +123,7 @@ class MixtureParts(Parts):
         times, given = 2 if back else 1, beside[:1] if back else beside
         for row_bytes in (self._width, self._width, *given):
             yield self._travel("etp", self.network.gather("etp", arrived * row_bytes))
-        if self.travelling.inside:
+        if self.travelling.inside and not self._relayed:
             # Copies and sums of rows that are passed on take the device from the experts, whichever stream they are on.
             yield self._permuted(times * 3 * self._rows(tokens) * self.travelling.inside * self._width)
             yield self._launch("once_inside", back)
@@ -113,7 +133,7 @@ class MixtureParts(Parts):
         # Rows are sorted by expert and back, or copied to their experts and summed. The activation is between the products.
         if beside:
             yield self._permuted(times * (3 * rows + arrived) * self._width)
-            yield self._launch("once_expert", back)
+            yield from self._once(EXPERT, back)
         elif local > 1:
             yield self._permuted(times * 4 * rows * self._width)
         yield self._memory(times * rows * (width + inner + moe.expert.bias * (width + hidden)) * self.device.bytes)
@@ -134,8 +154,7 @@ class MixtureParts(Parts):
         yield self._launch(MERGE, back)
         assert block
         yield from self._changed(tokens, back, block.after * (2 if block.moe and block.moe.shared else 1))
-        if self.travelling.beside:
-            yield self._launch("once_merge", back)
+        yield from self._once(MERGE, back)
         yield from self._written(self._rows(tokens) * self.travelling.mean, out=back)
 
     def _written(self, rows: float, out: bool) -> Iterator[Work]:

@@ -112,7 +112,7 @@ class Parts(ABC):
         """Yield the work of a norm that runs again in backward (`Job.again`)."""
         if back and "layernorm" in self.job.again:
             yield self._memory(2 * n * self._width)
-            yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
+            yield self._started(1, back=False)
 
     def _zero3(self, part: str, block: BlockSpec | None, back: bool) -> Iterator[Work]:
         """Yield ZeRO-3's gather of weights over the ranks that share them. Backward also scatters their gradients."""
@@ -145,8 +145,12 @@ class Parts(ABC):
     def _launch(self, kind: str, back: bool, times: int = 1) -> Work:
         kernels = counts().kernels[kind]
         calls = counts().calls.get(kind, (kernels, 2 * kernels))[back]
-        seconds = self.device.launches(times * kernels * (2 if back else 1))
-        return Work(COMPUTE, "launch", seconds, calls=times * calls)
+        return self._started(times * kernels, back, times * calls)
+
+    def _started(self, kernels: int, back: bool, calls: float | None = None) -> Work:
+        """Return the work to start kernels, twice as many in backward. The host's calls are as many, unless they are given."""
+        started = kernels * (2 if back else 1)
+        return Work(COMPUTE, "launch", self.device.launches(started), calls=started if calls is None else calls)
 
     @staticmethod
     def _travel(what: str, travel: Travel) -> Work:
@@ -192,7 +196,7 @@ class AttentionParts(Parts):
         yield Work(COMPUTE, "attention", core)
         if back and "core_attn" in self.job.again:
             yield Work(COMPUTE, "attention", core / 2.5)
-            yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
+            yield self._started(1, back=False)
         factors = self.model.residual_scale != 1
         yield from self._changed(tokens, back, block.after + factors)
         if local.gates:
@@ -316,7 +320,7 @@ class AttentionParts(Parts):
             yield from self._products("gemm", wide, inside or hidden, width, back)
             if back and "mla_up_proj" in self.job.again:
                 yield from self._products("gemm", wide, inside or hidden, width, False)
-                yield Work(COMPUTE, "launch", self.device.launches(1), calls=1)
+                yield self._started(1, back=False)
 
     def _gather(self, block: BlockSpec | None, tokens: range, back: bool) -> Iterator[Work]:
         """Yield the travel of a slice's keys and values; in backward, of float32 gradients. Those of tails are not wider."""

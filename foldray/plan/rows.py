@@ -74,11 +74,14 @@ _SOFTWARE: Mapping[str, Software] = {
 are Megatron-LM's, with float32 gradients that its distributed optimizer reduces in place. All fuse the loss
 (`cross_entropy_loss_fusion`)."""
 _RECOMPUTED = (*_AGAIN, *PARTS, "moe_act", "none")
-_DISPATCHERS: Mapping[str, tuple[Literal["assignment", "rank"], int]] = {
-    "": ("assignment", 0), "alltoall": ("assignment", 0), "deepep": ("rank", 20), "hybridep": ("rank", 32),
+_DISPATCHERS: Mapping[str, tuple[Literal["assignment", "rank"], int, int]] = {
+    "": ("assignment", 0, 0), "alltoall": ("assignment", 0, 0), "deepep": ("rank", 20, 6), "hybridep": ("rank", 32, 2),
 }  # fmt: skip
-"""Dispatcher → what a token travels for, and how many multiprocessors its kernels take from computation beside them: those of
-Megatron-LM's `moe_deepep_num_sms`, and of `moe_hybridep_num_sms` in Megatron-Bridge's recipes. NCCL's are not published."""
+"""Dispatcher → what a token travels for, how many multiprocessors its kernels take from computation beside them, and how many
+kernels are around them (`Software.relay_kernels`). Multiprocessors are those of Megatron-LM's `moe_deepep_num_sms`, and of
+`moe_hybridep_num_sms` in Megatron-Bridge's recipes. NCCL's are not published. Around DeepEP's kernels, Megatron-LM's
+`token_dispatcher.py` and `fused_a2a.py` start two for the top-k of a mask, one each for the layout, its notification, the mask of
+what has arrived, and the notification of the way back; around HybridEP's, two for the layout and the map of rows."""
 _OVERLAPS: Mapping[str, tuple[str, Literal["together", "apart"]]] = {
     "": ("sequential", "together"), "none": ("sequential", "together"),
     "ep overlap": ("weave", "together"), "1f1b ep overlap": ("weave", "together"),
@@ -172,17 +175,18 @@ def _stack_row(fields: Mapping[str, str], cluster: str | None) -> Row:
     hardware = load_hardware(cluster or fields["gpu"], "cluster" if cluster else "gpu")
     tp, cp, pp, ep, etp = (_whole(axis, fields[axis], 1) for axis in ("tp", "cp", "pp", "ep", "etp"))
     fold, micro_batch = Fold(_whole("gpus", fields["gpus"]), tp, cp, pp, ep, etp), _whole("mbs", fields["mbs"], 1)
-    dispatch, taken = _known(fields, "dispatcher", _DISPATCHERS)
+    dispatch, taken, around = _known(fields, "dispatcher", _DISPATCHERS)
     repository = fields["source"].partition("@")[0].partition(":")[0]
     modules = fields["recompute"].lower().split()
     for module in modules:
         if module not in _RECOMPUTED:
             raise UserError("recompute", module, "is no module that can run again", _RECOMPUTED)
     model = ModelSpec.model_validate({"preset": fields["model"], "router": {"skew": _number(fields, "skew") or 0.0}})
+    software = _SOFTWARE.get(f"{repository} {model.preset}", _SOFTWARE.get(repository, _MEGATRON))
     job = Job(
         model, _whole("seq", fields["seq"], _SEQ), _whole("gbs", fields["gbs"], _ROUNDS * pp * fold.dp * micro_batch),
         _dtype(fields["precision"]), dispatch=dispatch, again=tuple(part for part in PARTS if part in modules),
-        software=_SOFTWARE.get(f"{repository} {model.preset}", _SOFTWARE.get(repository, _MEGATRON)),
+        software=software._replace(relay_kernels=around),
     )  # fmt: skip
     if dispatch == "rank":
         fold = in_two_levels(fold, Device.of(job, hardware))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from foldray import cli
 from foldray.blueprint import ModelSpec, visits_of_a_token
-from foldray.costs.candidate import Candidate, Job
+from foldray.costs.candidate import OWN_SOFTWARE, Candidate, Job, Software
 from foldray.costs.device import Device
 from foldray.costs.hardware import load_hardware
 from foldray.costs.prediction import predict
@@ -19,7 +20,7 @@ from foldray.costs.rank import PRICES, RankCosts
 from foldray.costs.traffic import sent
 from foldray.fold import Fold
 from foldray.graph import SliceCost
-from foldray.kinds import COMBINE, DISPATCH, EXPERT, INTRA_COMBINE, INTRA_DISPATCH
+from foldray.kinds import COMBINE, DISPATCH, EXPERT, INTRA_COMBINE, INTRA_DISPATCH, MERGE, ROUTE
 from foldray.orders import named_ordering
 from foldray.plan.search import search
 from foldray.plan.space import Space
@@ -108,6 +109,34 @@ def test_pieces_hide_what_is_inside_a_node(monkeypatch: pytest.MonkeyPatch, name
         assert found.seconds == pytest.approx(before.seconds, rel=1e-12)
     else:
         assert found.seconds < 0.999 * before.seconds
+
+
+@pytest.mark.parametrize("gb_s", [1, 1000])
+@pytest.mark.parametrize("inside", [1, 4])
+def test_a_kernel_that_passes_rows_on_takes_as_long_as_the_slower_link(gb_s: float, inside: int) -> None:
+    """All bytes of a row go in one message. Of its launches, only those around the kernel are left."""
+    job = replace(candidate(8).job, software=Software(relay_kernels=6))
+    link = MACHINES.inter.model_copy(update={"gb_s": gb_s})
+    device = Device.of(job, MACHINES.model_copy(update={"gpus_per_node": 4, "inter": link}))
+    fold, block = Fold(8, ep=8, ep_inside=inside), job.model.block(0)
+    own, relayed = (RankCosts(each, fold, device, 2) for each in (replace(job, software=OWN_SOFTWARE), job))
+
+    def priced(rank: RankCosts, kind: str, back: bool, what: str) -> float:
+        return sum(work.seconds for work in rank.price(kind, back, range(256), block).works if work.what == what)
+
+    row = own.travelling
+    for kind, back in product((DISPATCH, COMBINE), (False, True)):
+        weights = 4 * 4 * ((kind == DISPATCH) + (kind == DISPATCH and not back))
+        links = (("ep_across", row.fullest), ("ep_inside", row.inside))
+        taken = max(own.network.exchange(name, 2 * 256 * rows * (64 * 2 + weights)).seconds for name, rows in links)
+        assert priced(relayed, kind, back, "ep") == pytest.approx(taken)
+    for kind in (INTRA_DISPATCH, INTRA_COMBINE):
+        assert relayed.price(kind, False, range(256), block).seconds == 0
+    plain = RankCosts(replace(job, dispatch="assignment"), Fold(8, ep=8), device, 2)
+    for kind, back in product((ROUTE, EXPERT, MERGE), (False, True)):
+        around = device.launches(6) * (1 + back) if kind == ROUTE else 0
+        assert priced(relayed, kind, back, "launch") == pytest.approx(priced(plain, kind, back, "launch") + around)
+        assert relayed.price(kind, back, range(256), block).seconds < own.price(kind, back, range(256), block).seconds
 
 
 def test_the_fullest_rank_decides() -> None:
