@@ -52,7 +52,7 @@ nightly: setup ## run all tests, in sixteen shares; SHARE=I/16 runs one share
 lint: setup ## run ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy foldray trainers tuners
+	$(BIN)/mypy foldray trainers tuners benchmarks
 
 $(VENV)/.documented: $(VENV)/.tested
 	@$(call INSTALL,'.[$(DOCS_EXTRAS)]')

@@ -9,12 +9,13 @@ here is measured.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from common import ROOT
 
 from foldray.blueprint import ModelSpec
-from foldray.clock import COMPUTE, simulate
+from foldray.clock import COMPUTE, LaneSeconds, simulate
 from foldray.finding import find
 from foldray.graph import Op, SliceCost, StepGraph, slice_sequence
 from foldray.kinds import ATTENTION, EXCHANGES, EXPERT, HEAD, MERGE, ROUTE
@@ -55,7 +56,7 @@ def graph_of(degree: int, later: bool) -> StepGraph:
     return StepGraph(stages, cut, micro_batches=MICRO_BATCHES, ragged=False, later=kinds)
 
 
-def cost_of(graph: StepGraph, ratio: float):
+def cost_of(graph: StepGraph, ratio: float) -> Callable[[Op], LaneSeconds]:
     """Return the seconds of every op: gradients of weights take as long as those of inputs."""
 
     def cost(op: Op) -> tuple[tuple[str, float], ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,11 @@ class Silent:
             self.recorded = sent, Received.of(self.real.start_counts(sent).counts)
         return self.recorded[1]
 
+    def equal_counts(self, sent: Sent) -> Received:
+        if self.recorded is None:
+            self.recorded = sent, self.real.equal_counts(sent)
+        return self.recorded[1]
+
     def start_out(self, rows: Rows, sent: Sent, received: Received) -> Pending:
         if not self.silent:
             return self.real.start_out(rows, sent, received)
@@ -89,7 +94,7 @@ class SilentRing(NamedTuple):
     """A context-parallel group that sends nothing. The keys and values of other members are those of this rank."""
 
     size: int
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name
 
     def shift(self, tensors: Sequence[Tensor]) -> Pending:
         return Pending([], tensors)
@@ -112,7 +117,7 @@ class Worker:
         self.gradients = Gradients(self.model, self.groups)
         self.execution = Execution(self.model, self.groups, self.gradients, reduces=args.gradients)
         self.execution.trace = Trace()
-        self.layers: list[Layer] = [self.model.block(layer).moe for layer in self.spec.moe_layers]
+        self.layers: list[Layer] = [cast(Layer, self.model.block(layer).moe) for layer in self.spec.moe_layers]
         self.silent = [Silent(layer.exchange) for layer in self.layers]
         text = torch.randint(
             0, self.spec.vocab, (args.batch, args.length + 1), generator=torch.Generator().manual_seed(self.groups.dp_rank)
@@ -292,7 +297,7 @@ class Worker:
 
     def peers(self) -> dict[str, Callable[[], dict[str, float]]]:
         """Return what runs a step with the layers of each project that is installed. They must compute what foldray does."""
-        steps = {}
+        steps = dict[str, Callable[[], dict[str, float]]]()
         for name in self.args.peers:
             self.tell(name)
             try:
@@ -370,7 +375,7 @@ def _used(core: int) -> tuple[float, float]:
     return user + nice + system + interrupts + soft, stolen
 
 
-def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+def _medians(rounds: list[dict[str, float]]) -> dict[str, dict[str, float | list[float]]]:
     columns = {key: [times[key] for times in rounds] for key in rounds[0]}
     return {key: {"median": statistics.median(c), "min": min(c), "max": max(c), "rounds": c} for key, c in columns.items()}
 

@@ -89,7 +89,7 @@ def transformers_layer(weights: Weights, implementation: str = "grouped_mm", mes
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    sizes = {"hidden_size": weights.hidden, "intermediate_size": weights.inner}
+    sizes: dict[str, Any] = {"hidden_size": weights.hidden, "intermediate_size": weights.inner}
     config = MixtralConfig(**sizes, num_local_experts=len(weights.router_EH), num_experts_per_tok=weights.topk)
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config).train()
@@ -97,14 +97,14 @@ def transformers_layer(weights: Weights, implementation: str = "grouped_mm", mes
     if mesh is not None:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        plan = {name.removeprefix("layers.*.mlp."): style for name, style in config.base_model_ep_plan.items()}
+        plan: Any = {name.removeprefix("layers.*.mlp."): style for name, style in config.base_model_ep_plan.items()}
         apply_expert_parallelism(block, mesh["ep"], mesh["tp"], plan, "all_to_all")
     for parameter, own in ((experts.gate_up_proj, weights.up_eHF), (experts.down_proj, weights.down_eFH)):
         (parameter.data if mesh is None else parameter.data.to_local()).copy_(own.transpose(1, 2))
     block.gate.weight.data.copy_(weights.router_EH)
     if weights.bias_E is not None:
         block.gate.bias = nn.Parameter(weights.bias_E)
-        block.gate.forward = partial(_mixtral_gate, block.gate)
+        block.gate.forward = partial(_mixtral_gate, block.gate)  # type: ignore[method-assign]
     return Wrapped(block, lambda x: block(x.reshape(-1, *x.shape[-2:])).view_as(x))
 
 

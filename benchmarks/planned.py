@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def overrides(length: int, fold: dict[str, int]) -> list[str]:
     model = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 1024, "experts": 2, "topk": 1,
              "expert_hidden": 1024, "vocab": 256, "router": "{capacity_factor: 1.0, pad: true, balance_loss: 0.01}"}  # fmt: skip
-    changed = {"training.global_batch": 2, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
+    changed: dict[str, object] = {"training.global_batch": 2, "training.micro_batch": 1, "data.seq_len": length, "fold.ep": 1}
     changed |= {f"model.{key}": value for key, value in model.items()} | {f"fold.{axis}": size for axis, size in fold.items()}
     return [f"{key}={value}" for key, value in changed.items()]
 

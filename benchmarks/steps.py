@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="draw the last variant's step, recorded and predicted, to this PNG")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     for hidden in ("--worker", "--store", "--result"):
-        parser.add_argument(hidden, type={"--worker": int, "--result": Path}.get(hidden), help=argparse.SUPPRESS)
+        parser.add_argument(hidden, type={"--worker": int, "--result": Path}.get(hidden, str), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

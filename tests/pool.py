@@ -51,9 +51,9 @@ class RankPool:
         answers: dict[int, tuple[bool, Any]] = {}  # rank → (success, result or traceback)
         while len(answers) < self.world:
             missing = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
-            for connection in wait(missing, timeout=0.5):
-                rank = self._connections.index(connection)
-                answers[rank] = self._receive(rank, connection)
+            for ready in wait(missing, timeout=0.5):
+                rank = self._connections.index(ready)  # type: ignore[arg-type]  # one of `missing`
+                answers[rank] = self._receive(rank, self._connections[rank])
             failed = [text for success, text in answers.values() if not success]
             if time.monotonic() > deadline and (now := self._used()) > used + _AT_WORK * timeout:
                 deadline, used = time.monotonic() + timeout, now
