@@ -33,6 +33,7 @@ from foldray.blueprint import AttentionSpec, ModelSpec
 from foldray.blueprint.parts import Parts, columns
 from foldray.comm import Communicator, Pending, gather_sequence
 from foldray.comm.exchange import mirrored
+from foldray.kernels import fla
 from foldray.kernels.autograd import all_keeping_inputs, at_least_float32, keeping_inputs, product
 from foldray.kernels.delta import convolved, delta_rule, transition, unit
 from foldray.model.attention import Attention, Place
@@ -244,6 +245,9 @@ def _outputs(*inputs: Tensor, share: AttentionSpec, eps: float, within_BS: Tenso
     """
     *mixed, norm_E, state_BVDE = inputs
     q, k, v, decay, write, weight = _mixed(mixed, share, within_BS)
-    out_BSVE, state = delta_rule(q, k, v, decay, write, state_BVDE, within_BS)
-    normed = F.rms_norm(out_BSVE, norm_E.shape, norm_E.to(out_BSVE.dtype), eps) * weight
+    if fla.fits(mixed[0], share.key_dim, within_BS):
+        out_BSVE, state = fla.delta_rule(q, k, v, decay, write, state_BVDE, mixed[0].dtype)
+    else:
+        out_BSVE, state = delta_rule(q, k, v, decay, write, state_BVDE, within_BS)
+    normed = F.rms_norm(out_BSVE.to(weight.dtype), norm_E.shape, norm_E.to(weight.dtype), eps) * weight
     return normed.flatten(2).to(mixed[0].dtype), state

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 from foldray.blueprint import ModelSpec, RopeSpec, RouterSpec
-from foldray.kernels import autograd, fused, routing
+from foldray.kernels import autograd, fla, fused, routing
+from foldray.kernels.delta import delta_rule, unit
 from foldray.kernels.permutation import pad_by_expert, sort_by_expert
 from foldray.model.layers import Norm
 from foldray.model.rotary import rotate, rotation
@@ -52,6 +54,11 @@ def run(report: Report) -> None:
         report.check("fused", f"split and rotation, {name}", lambda h=heads: split_rotate(machine, TOKENS, h))
     for hidden in (2048, 4096, 7168):
         report.check("fused", f"norm beside a residual stream, {hidden}", lambda h=hidden: norm(machine, TOKENS, h))
+    if find_spec("fla") is None:
+        report.say("no kernels of linear attention: pip install fla-core")
+        return
+    for kind in ("gated_delta", "kimi_delta"):
+        report.check("fused", f"linear attention, {kind}", lambda k=kind: delta(machine, k, TOKENS, 16, 128))
 
 
 HEADS = {"32 heads, 8 of keys, 128 wide": fused.Heads(32, 8, 128), "64 heads, 4 of keys, 64 wide": fused.Heads(64, 4, 64)}
@@ -78,6 +85,31 @@ def split_rotate(machine: Machine, tokens: int, heads: fused.Heads, dtype: torch
     wide = plain(*(each.detach().double().requires_grad_() for each in (x, bias)))
     pairs = dict(zip(("q", "k", "v", "dx", "dbias"), zip(ours(), wide, strict=True), strict=True))
     return {**_near(pairs, 1e-2), "ours": machine.timed(ours), "torch": machine.timed(lambda: plain(x, bias))}
+
+
+def delta(machine: Machine, kind: str, tokens: int, heads: int, width: int) -> dict[str, float]:
+    """Compare the delta rule by flash-linear-attention, and its gradients, with plain products in float64."""
+    q, k = (unit(_random(machine, 1, tokens, heads, width)) for _ in range(2))
+    columns = width if kind == "kimi_delta" else 1
+    decay, write = -_random(machine, 1, tokens, heads, columns).abs() / 10, _random(machine, 1, tokens, heads).sigmoid()
+    v, state = _random(machine, 1, tokens, heads, width), _random(machine, 1, heads, width, width)
+    given = [x.requires_grad_() for x in (q, k, v, decay, write, state)]
+    slopes = _random(machine, *v.shape), _random(machine, *state.shape)
+
+    def graded(outs: tuple[torch.Tensor, torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        gradients = torch.autograd.grad(outs, leaves, [slope.to(out) for slope, out in zip(slopes, outs, strict=True)])
+        return [*(out.detach() for out in outs), *gradients]
+
+    def ours() -> list[torch.Tensor]:
+        return graded(fla.delta_rule(*given, torch.bfloat16), given)
+
+    def plain(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return graded(delta_rule(*leaves), leaves)
+
+    wide = plain([x.detach().double().requires_grad_() for x in given])
+    names = ("out", "state", "dq", "dk", "dv", "ddecay", "dwrite", "dstate")
+    pairs = dict(zip(names, zip(ours(), wide, strict=True), strict=True))
+    return {**_near(pairs, 2e-2), "ours": machine.timed(ours), "torch": machine.timed(lambda: plain(given))}
 
 
 def norm(machine: Machine, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
