@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from foldray.activations import Activation, find_activation
 from foldray.windows import Window, find_window
 
-QkNorm = Literal["none", "head", "all"]
+QkNorm = Literal["none", "head", "all", "turned_head"]
 AttentionBias = Literal["none", "inputs", "all"]
 AttentionGate = Literal["none", "head", "element"]
 RopeKind = Literal["yarn", "llama3", "linear"]

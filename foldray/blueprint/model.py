@@ -75,8 +75,8 @@ class ModelSpec(Strict):
     """Width of a head's values, where it differs from its queries and keys. Null is head_dim."""
     qk_norm: QkNorm = "none"
     """RMSNorm of queries and keys before they turn. `head` normalizes each head by itself, with one
-    weight for all heads; `all` normalizes all heads of a token together. It keeps attention's
-    scores from growing."""
+    weight for all heads, and `turned_head` does so after they have turned; `all` normalizes all heads
+    of a token together. It keeps attention's scores from growing."""
     attention_bias: AttentionBias = "none"
     """Biases of attention's products. `inputs` has them for queries, keys and values; `all` also
     has one behind the heads."""

@@ -327,8 +327,9 @@ def _norm_widths(spec: AttentionSpec) -> dict[str, int]:
     if spec.latent:
         query = {"query": spec.latent.query_rank} if spec.latent.query_rank else {}
         return query | {"key_value": spec.latent.rank}
-    widths = {"head": (spec.key_dim, spec.key_dim), "all": (spec.queries, spec.keys)}
-    return {} if spec.norm == "none" else dict(zip(("query", "key"), widths[spec.norm], strict=True))
+    if spec.norm == "none":
+        return {}
+    return {"query": spec.queries, "key": spec.keys} if spec.norm == "all" else {"query": spec.key_dim, "key": spec.key_dim}
 
 
 def _ffn(

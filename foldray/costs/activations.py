@@ -145,11 +145,11 @@ def _attention(rank: RankCosts, spec: AttentionSpec, n: float, again: bool, slic
     if spec.latent:
         return memory + _latent(rank, spec, n, sliced)
     # With slices, `memory` already has keys and values. But if nothing changes queries and keys, they stay one tensor with the
-    # values. A norm keeps this tensor, and makes other queries and keys.
+    # values. A norm keeps this tensor, and makes other queries and keys; behind the rotation, it keeps queries and keys alone.
     normed, adapters = spec.norm != "none", model.adapter
     made = queries if sliced and (spec.rope or normed) else queries + keys_and_values
     if normed:
-        made += queries + (keys_and_values if sliced else local.keys)
+        made += queries + (keys_and_values if sliced and spec.norm != "turned_head" else local.keys)
     if spec.gates:  # what the heads put out before the gate, and its sigmoid
         made += outputs + spec.gates / fold.tp
     if adapters:  # the narrow rows between the two products of an adapter

@@ -273,15 +273,22 @@ class HeadAttention(SoftmaxAttention):
                 strict=True,
             )
         )
-        if self.norm is not None:
-            q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)  # which keeps the whole product for backward
-        q_BSND = place.grown(scaled(q_BSND, share.scale), share.growth)
+        turns_first = share.norm == "turned_head"
+        if not turns_first:
+            q_BSND, k_BSGD = self._normed(q_BSND, k_BSGD, place)  # which keeps the whole product for backward
         if share.rope is not None:
             turn = place.rotation(share.rope, product_BSW.dtype)
             q_BSND, k_BSGD = rotate(q_BSND, turn), rotate(k_BSGD, turn)
-            if self.norm is None:  # as a view, the values would keep the whole product alive until backward
+            if self.norm is None or turns_first:  # as a view, the values would keep the whole product alive until backward
                 v_BSGV = v_BSGV.contiguous()
+        if turns_first:
+            q_BSND, k_BSGD = self._normed(q_BSND, k_BSGD, place)
         return Projected(q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGV.transpose(1, 2), gate_BNSE)
+
+    def _normed(self, q_BSND: torch.Tensor, k_BSGD: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.norm is not None:
+            q_BSND, k_BSGD = self.norm(q_BSND, k_BSGD)
+        return place.grown(scaled(q_BSND, self.share.scale), self.share.growth), k_BSGD
 
     def _adapted(self, product_BSW: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the product with what its adapters add."""

@@ -71,12 +71,12 @@ class HeadNorms(nn.Module):
     def __init__(self, share: AttentionSpec, model: ModelSpec, tensor: Communicator):
         super().__init__()
         self.share, self.eps, self.tensor, self.zero = share, model.norm_eps, tensor, model.norm == "zero_rmsnorm"
-        widths = (share.key_dim, share.key_dim) if share.norm == "head" else (share.queries, share.keys)
+        widths = (share.queries, share.keys) if share.norm == "all" else (share.key_dim, share.key_dim)
         self.query, self.key = (nn.Parameter(torch.empty(width)) for width in widths)
 
     def forward(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize queries [B, S, N, D] and keys [B, S, G, D]."""
-        if self.share.norm == "head":
+        if self.share.norm != "all":
             return self._normed(q_BSND, self.query), self._normed(k_BSGD, self.key)
         wide = q_BSND.flatten(2), k_BSGD.flatten(2)
         if self.tensor.size == 1:

@@ -223,15 +223,16 @@ class Plain:
         else:
             query_LN, key_LN, value_LN = (self._headed(name, part, x_LH) for part in ("query", "key", "value"))
         seen_LL, window = self._seen(length, layer, segment_L), model.windows[layer % len(model.windows)]
-        if model.query_growth:
-            within_L = [i - self._start(i, segment_L) for i in range(length)]
-            factors = [1 + model.query_growth * math.log(1 + i // model.query_growth_positions) for i in within_L]
-            query_LN = query_LN * torch.tensor(factors, dtype=torch.float64)[:, None]
+        within_L = [i - self._start(i, segment_L) for i in range(length)]
+        factors = [1 + model.query_growth * math.log(1 + i // model.query_growth_positions) for i in within_L]
         for head in range(model.heads):
             shared = head // group
             q = self._turned(query_LN[:, head * key_dim : (head + 1) * key_dim], window)
             k = self._turned(key_LN[:, shared * key_dim : (shared + 1) * key_dim], window)
             v = value_LN[:, shared * value_dim : (shared + 1) * value_dim]
+            if model.qk_norm == "turned_head":
+                q, k = self._normed_heads(name, "query", q), self._normed_heads(name, "key", k)
+            q = q * torch.tensor(factors, dtype=torch.float64)[:, None]
             score_LL = (q @ k.T * self._scale(window)).masked_fill(~seen_LL, -math.inf)
             if model.attention_sinks:
                 sink = self.weights[f"{name}.attention.sinks"][head].expand(length, 1)
@@ -290,8 +291,11 @@ class Plain:
         y_LN = x_LH @ self.weights[f"{name}.attention.{part}"]
         if self.model.attention_bias != "none":
             y_LN = y_LN + self.weights[f"{name}.attention.{part}_bias"]
-        if self.model.qk_norm == "none" or part == "value":
+        if self.model.qk_norm not in ("head", "all") or part == "value":
             return y_LN
+        return self._normed_heads(name, part, y_LN)
+
+    def _normed_heads(self, name: str, part: str, y_LN: Tensor) -> Tensor:
         weight, width = self.weights[f"{name}.attention.norm.{part}"], self.model.head_dim
         weight = weight + 1 if self.model.norm == "zero_rmsnorm" else weight
         pieces = y_LN.split(y_LN.shape[1] if self.model.qk_norm == "all" else width, dim=1)

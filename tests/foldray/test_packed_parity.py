@@ -15,6 +15,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": {"latent_rank": 8, "latent_query_rank": 6, "rope_dim": 2, "value_dim": 4, "kv_heads": 8},
     "chunks": {"windows": ["chunked:6", "tests.foldray.model.striding:STRIDES"], "value_dim": 4},
     "further tokens": {"mtp_depth": 1},
+    "norms of turned heads": {"qk_norm": "turned_head", "query_growth": 0.3, "query_growth_positions": 2, "attention_scale": 0.2},
     "a gate, positions by window": {
         "attention_gate": "element", "windows": ["sliding:3", "full"], "full_positions": "none", "query_growth": 0.3,
         "query_growth_positions": 2, "norms": "both", "residual_scale": 0.4,

@@ -7,12 +7,15 @@ from foldray.errors import UserError
 from foldray.tables import find_row
 from trainers.hugging_face.family import Family, value_at
 from trainers.hugging_face.names import Tensor, columns_together, mlp
+from trainers.hugging_face.with_factors import WITH_FACTORS
 from trainers.hugging_face.with_latent import KIMI_AS_WRITTEN, WITH_LATENT
 from trainers.hugging_face.with_sigmoid import WITH_SIGMOID
 from trainers.hugging_face.with_softmax import WITH_SOFTMAX
 
-FAMILIES: tuple[Family, ...] = (*WITH_SOFTMAX, *WITH_SIGMOID, *WITH_LATENT)
+FAMILIES: tuple[Family, ...] = (*WITH_SOFTMAX, *WITH_FACTORS, *WITH_SIGMOID, *WITH_LATENT)
 _QWEN3 = next(family for family in FAMILIES if family.model_type == "qwen3_moe")
+_GLM = next(family for family in FAMILIES if family.model_type == "glm4_moe")
+_ARIA = next(family for family in FAMILIES if family.model_type == "aria_text")
 _QWEN35 = next(family for family in FAMILIES if family.model_type == "qwen3_5_moe_text")._replace(
     model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration", inside=("text_config",),
     called={"model.": "model.language_model."}, ahead=("model.visual.", "mtp."), leaves="qwen3_5_moe_text",
@@ -27,6 +30,16 @@ WITHIN: tuple[Family, ...] = (
         model_type="qwen3_omni_moe", architecture="Qwen3OmniMoeForConditionalGeneration",
         inside=("thinker_config", "text_config"), called={"model.": "thinker.model.", "lm_head.": "thinker.lm_head."},
         ahead=("thinker.audio_tower.", "thinker.visual.", "talker.", "code2wav."), leaves="qwen3_moe",
+    ),
+    _GLM._replace(
+        model_type="glm4v_moe", architecture="Glm4vMoeForConditionalGeneration", inside=("text_config",),
+        called={"model.": "model.language_model."}, ahead=("model.visual.",), leaves="glm4_moe",
+        read=lambda config: config | {"use_qk_norm": False},
+    ),
+    _ARIA._replace(
+        model_type="aria", architecture="AriaForConditionalGeneration", inside=("text_config",),
+        called={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        ahead=("vision_tower.", "multi_modal_projector."), leaves="aria_text",
     ),
     _QWEN35._replace(block=mlp("shared_expert", stack=True), holds=".mlp.experts.gate_up_proj"),  # as released
     _QWEN35,  # as transformers writes it

@@ -45,6 +45,7 @@ class Family(NamedTuple):
         attention, linear: the tensors of a block's attention, and of its linear attention; None if there is none.
         holds: how the name of a tensor ends that tells folders from those of another family with this name; empty is any folder.
         leaves: with `inside`, the `model_type` of the family as which text models leave.
+        read: `config.json` as the other fields take it.
     """
 
     model_type: str
@@ -65,6 +66,7 @@ class Family(NamedTuple):
     linear: Callable[[ModelSpec, str, str], Iterator[Tensor]] | None = None
     holds: str = ""
     leaves: str = ""
+    read: Callable[[Values], Values] = dict
 
     def misses(self, model: ModelSpec) -> list[tuple[str, Iterable[Any]]]:
         """Return the keys in which a model differs from the family, with the values that the family has."""
@@ -87,6 +89,7 @@ class Family(NamedTuple):
 
         Raise a ValueError if a key has a value that foldray does not read. It goes on from the file's name.
         """
+        config = self.read(config)
         for key, value in {**_FIXED, **self.fixed}.items():
             if key not in _OF_TRAINING and config.get(key, value) != value:
                 raise ValueError(f"says {key}={config[key]}, and foldray reads {value} only")

@@ -275,21 +275,29 @@ def granite(inwards: str, out: str, router: str) -> Block:
     return tensors
 
 
-def columns_together(model: ModelSpec, layer: int) -> Iterator[Tensor]:
+def columns_together(
+    model: ModelSpec, layer: int, router: str = "gate", inwards: str = "gate_up_proj", out: str = "down_proj"
+) -> Iterator[Tensor]:
     """Yield the tensors of a block as Qwen3-VL has them: those of all experts are one, with the columns of gate before those of
-    up."""
+    up.
+
+    Args:
+        router, inwards, out: names of the router and of the experts' products.
+    """
     if not model.is_moe(layer):
         yield from mlp()(model, layer)
         return
     theirs, ours, count = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe", model.experts
     hidden, inner = model.hidden, model.expert_hidden
-    yield Tensor(f"{theirs}.gate.weight", f"{ours}.router.weight", True)
+    yield Tensor(f"{theirs}.{router}.weight", f"{ours}.router.weight", True)
+    if model.shared_hidden:
+        yield from network(f"{theirs}.shared_experts", f"{ours}.shared")
     for expert in range(count):
         for part, columns in (("gate", slice(0, inner)), ("up", slice(inner, None))):
             place, shape = (expert, slice(None), columns), (count, hidden, 2 * inner)
-            yield Tensor(f"{theirs}.experts.gate_up_proj", f"{ours}.experts.{expert}.{part}", place=place, shape=shape)
+            yield Tensor(f"{theirs}.experts.{inwards}", f"{ours}.experts.{expert}.{part}", place=place, shape=shape)
         shape = (count, inner, hidden)
-        yield Tensor(f"{theirs}.experts.down_proj", f"{ours}.experts.{expert}.down", place=(expert,), shape=shape)
+        yield Tensor(f"{theirs}.experts.{out}", f"{ours}.experts.{expert}.down", place=(expert,), shape=shape)
 
 
 def stacked(model: ModelSpec, layer: int) -> Iterator[Tensor]:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from foldray.blueprint import ModelSpec
-from trainers.hugging_face.family import Family, Need, Values
-from trainers.hugging_face.names import SCORE_BIAS, by_key_head, gated_attention, granite, mlp, part_by_part, sparse_moe, stacked
+from trainers.hugging_face.family import Family, Need, Values, head_dim
+from trainers.hugging_face.names import (
+    SCORE_BIAS,
+    by_key_head,
+    columns_together,
+    gated_attention,
+    mlp,
+    part_by_part,
+    sparse_moe,
+    stacked,
+)
 from trainers.hugging_face.rows import (
     BALANCED,
     NO_DENSE,
@@ -28,6 +38,7 @@ from trainers.hugging_face.rows import (
     one_window,
     rope_by_type,
     sees_everything,
+    shares_experts,
     step_blocks,
     turns_whole_heads,
     weighs_to_one,
@@ -126,6 +137,61 @@ def _next5_model(config: Values) -> Values:
     return _NEXT | sizes | linear_windows(config) | before_topk(config | {"norm_topk_prob": True})
 
 
+# HunYuan-A13B: a norm of each head's queries and keys once they have turned, and a shared expert as wide as the others.
+
+
+def _hunyuan_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+    yield "shared_hidden", model.shared_hidden == model.expert_hidden, [f"expert_hidden={model.expert_hidden}"]
+
+
+def _hunyuan_read(config: Values) -> Values:
+    """Return a `config.json` with one number of experts, and with what `alpha` makes of the base of rotary positions."""
+    topk, rope = config["moe_topk"], config["rope_parameters"]
+    if isinstance(topk, list):
+        if len(set(topk)) > 1:
+            raise ValueError(f"says moe_topk={topk}, and foldray reads one number for all blocks only")
+        topk = topk[0]
+    if rope.get("rope_type") == "dynamic":
+        if not rope.get("alpha"):
+            raise ValueError(f"says rope_parameters={rope}, and foldray reads `dynamic` with alpha only")
+        width = head_dim(config)
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))}
+    return config | {"moe_topk": topk, "rope_parameters": rope}
+
+
+def _biased_config(model: ModelSpec) -> Values:
+    return {"attention_bias": model.attention_bias == "all"}
+
+
+def _hunyuan_model(config: Values) -> Values:
+    inner, bias = config["intermediate_size"], "all" if config["attention_bias"] else "none"
+    widths = {"ffn_hidden": inner, "shared_hidden": inner}
+    return {"attention_bias": bias, "qk_norm": "turned_head", **widths, **before_topk(config | {"norm_topk_prob": True})}
+
+
+# Aria: Mixtral with a shared expert.
+
+
+def _aria_needs(model: ModelSpec) -> Iterator[Need]:
+    yield turns_whole_heads(model)
+    yield sees_everything(model)
+    yield shares_experts(model)
+    yield "router.normalize", weighs_to_one(model), [True]
+    yield "heads", model.hidden % model.heads == 0, [f"divisors of hidden={model.hidden}"]
+
+
+def _aria_config(model: ModelSpec) -> Values:
+    return {"moe_num_shared_experts": model.shared_hidden // model.expert_hidden, **_biased_config(model)}
+
+
+def _aria_model(config: Values) -> Values:
+    inner, bias = config["intermediate_size"], "all" if config["attention_bias"] else "none"
+    return {"attention_bias": bias, "ffn_hidden": inner, "shared_hidden": config["moe_num_shared_experts"] * inner}
+
+
 # OLMoE: a norm of all heads' queries, and one of all heads' keys.
 
 
@@ -212,69 +278,6 @@ def _mellum_model(config: Values) -> Values:
     return bias | {"qk_norm": "head"} | layer_windows(config) | blocks_of_types(config) | before_topk(config)
 
 
-# Granite: Mixtral with factors on embeddings, scores, the residual stream's parts and logits. Later models have windows, scores
-# that take a share of every softmax, and bases of rotary positions by block.
-
-
-def _granite_needs(model: ModelSpec) -> Iterator[Need]:
-    yield turns_whole_heads(model)
-    yield "router.normalize", weighs_to_one(model), [True]
-    yield "head_dim", model.head_dim * model.heads == model.hidden, [f"hidden / heads = {model.hidden / model.heads:g}"]
-
-
-def _granite_full_needs(model: ModelSpec) -> Iterator[Need]:
-    yield from _granite_needs(model)
-    yield sees_everything(model)
-
-
-def _granite_config(model: ModelSpec) -> Values:
-    scale = model.attention_scale or model.head_dim**-0.5
-    return {
-        "attention_bias": model.attention_bias == "all", "attention_multiplier": scale, "logits_scaling": 1 / model.logit_scale,
-    }  # fmt: skip
-
-
-def _granite_model(config: Values) -> Values:
-    return {
-        "attention_bias": "all" if config["attention_bias"] else "none", "ffn_hidden": config["intermediate_size"],
-        "attention_scale": config["attention_multiplier"], "logit_scale": 1 / config["logits_scaling"],
-    }  # fmt: skip
-
-
-def _granite_swa_needs(model: ModelSpec) -> Iterator[Need]:
-    yield from _granite_needs(model)
-    yield one_sliding_width(model)
-
-
-def _granite_swa_config(model: ModelSpec) -> Values:
-    ropes = [model.block(layer).attention.rope for layer in range(model.layers)]
-    return _granite_config(model) | layer_types(model) | {"layer_rope_theta": [rope.theta if rope else 0 for rope in ropes]}
-
-
-def _granite_swa_model(config: Values) -> Values:
-    thetas: dict[str, set[float]] = {"full_attention": set(), "sliding_attention": set()}
-    for kind, theta in zip(config["layer_types"], config["layer_rope_theta"], strict=True):
-        thetas[kind].add(theta)
-    full, sliding = ([*thetas[kind]] or [config["rope_parameters"]["rope_theta"]] for kind in thetas)
-    if len(full) > 1 or len(sliding) > 1 or sliding == [0]:
-        rule = "foldray reads one number for each of layer_types, and 0 for full_attention only"
-        raise ValueError(f"says layer_rope_theta={config['layer_rope_theta']}, and {rule}")
-    found = {**_granite_model(config), **layer_windows(config), "attention_sinks": True, "rope_theta": full[0] or sliding[0]}
-    if not full[0]:
-        return found | {"full_positions": "none"}
-    return found | ({"window_rope_theta": sliding[0]} if thetas["sliding_attention"] and sliding != full else {})
-
-
-_GRANITE = BALANCED | {
-    "topk": "num_experts_per_tok", "experts": "num_local_experts", "expert_hidden": "intermediate_size", "head_dim": None,
-    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-}  # fmt: skip
-_LINEAR = granite("input_linear.weight", "output_linear.weight", "router.layer")
-_FACTORS: Values = SOFTMAX | NO_DENSE | {
-    "attention_bias": ["none", "all"], "attention_scale": None, "embedding_scale": None, "residual_scale": None,
-    "logit_scale": None,
-}  # fmt: skip
-
 _ONLY_NEXT: Values = {key: [value] for key, value in _NEXT.items()}
 
 WITH_SOFTMAX = (
@@ -305,6 +308,20 @@ WITH_SOFTMAX = (
         BALANCED | TOPK | {"shared_hidden": "shared_expert_intermediate_size"},
         {"attention_bias": False}, SOFTMAX | NO_DENSE | _ONLY_NEXT, mlp("shared_expert"),
         _next5_needs, linear_types, _next5_model, ahead=("mtp.",), attention=gated_attention, linear=part_by_part,
+    ),
+    Family(
+        "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM",
+        {"topk": "moe_topk", "experts": "num_experts", "expert_hidden": "intermediate_size"},
+        {}, SOFTMAX | NO_DENSE | {"qk_norm": ["turned_head"], "attention_bias": ["none", "all"]},
+        mlp("shared_mlp", router="gate.wg"), _hunyuan_needs, _biased_config, _hunyuan_model,
+        called={"q_norm": "query_layernorm", "k_norm": "key_layernorm"}, read=_hunyuan_read,
+    ),
+    Family(
+        "aria_text", "AriaTextForCausalLM",
+        {"topk": "moe_topk", "experts": "moe_num_experts", "expert_hidden": "intermediate_size"},
+        {"mlp_bias": False}, SOFTMAX | NO_DENSE | {"attention_bias": ["none", "all"]},
+        partial(columns_together, router="router", inwards="fc1.weight", out="fc2.weight"),
+        _aria_needs, _aria_config, _aria_model,
     ),
     Family(
         "olmoe", "OlmoeForCausalLM", BALANCED | TOPK | {"expert_hidden": "intermediate_size"},
@@ -338,21 +355,5 @@ WITH_SOFTMAX = (
         "mellum", "MellumForCausalLM", BALANCED | TOPK | {"ffn_hidden": "intermediate_size"}, {},
         SOFTMAX | {"shared_hidden": [0], "qk_norm": ["head"], "attention_bias": ["none", "all"], "window_rope_theta": None},
         mlp(), _mellum_needs, _mellum_config, _mellum_model, ahead=("mtp.",),
-    ),
-    Family(
-        "granitemoe", "GraniteMoeForCausalLM", _GRANITE, {}, _FACTORS | {"shared_hidden": [0]},
-        _LINEAR,
-        _granite_full_needs, _granite_config, _granite_model,
-    ),
-    Family(
-        "granitemoeshared", "GraniteMoeSharedForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {}, _FACTORS,
-        _LINEAR,
-        _granite_full_needs, _granite_config, _granite_model,
-    ),
-    Family(
-        "granitemoe_swa", "GraniteMoeSWAForCausalLM", _GRANITE | {"shared_hidden": "shared_intermediate_size"}, {},
-        _FACTORS | {"attention_sinks": [True], "full_positions": None, "window_rope_theta": None},
-        granite("experts.gate_up_proj", "experts.down_proj", "router"),
-        _granite_swa_needs, _granite_swa_config, _granite_swa_model,
     ),
 )  # fmt: skip

@@ -168,6 +168,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gelu, layernorm, learned positions": {"ffn": "gelu", "norm": "layernorm", "positions": "learned", "max_positions": 512},
     "one expert for each token": {"topk": 1},
     "norms of heads": {"qk_norm": "head", "rope_dim": 4},
+    "norms of turned heads": {"qk_norm": "turned_head"},
     "norms of all heads, learned positions": {"qk_norm": "all", "positions": "learned", "max_positions": 512},
     "latent": {"latent_rank": 48, "latent_query_rank": 32, "rope_dim": 4, "kv_heads": 8},
     "latent without queries, sinks": {"latent_rank": 48, "rope_dim": 4, "kv_heads": 8, "attention_sinks": True},

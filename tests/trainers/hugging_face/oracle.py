@@ -103,6 +103,13 @@ KIMI: dict[str, Any] = {key: value for key, value in GLM_LITE.items() if key not
     "num_local_experts": 8, "linear_head_dim": 6, "linear_num_heads": 4, "q_lora_rank": None, "pad_token_id": None,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+HUNYUAN: dict[str, Any] = {key: value for key, value in OLMOE.items() if key != "num_experts_per_tok"} | {
+    "moe_topk": [2, 2], "head_dim": 12, "eos_token_id": None, "pad_token_id": None,
+    "rope_parameters": {"rope_type": "dynamic", "alpha": 3.0, "factor": 1.0, "rope_theta": 500.0},
+}  # fmt: skip
+ARIA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"} | {
+    "intermediate_size": 56, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "head_dim": 10,
+}  # fmt: skip
 FLEX = OLMOE | {"pad_token_id": None, "eos_token_id": None}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", MIXTRAL), ("Glm4Moe", GLM | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": PART}),
@@ -112,7 +119,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("ExaoneMoe", EXAONE), ("Flint", FLINT), ("Mellum", MELLUM), ("GraniteMoe", GRANITE),
     ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 24}), ("GraniteMoeSWA", GRANITE_SWA),
     ("Mistral4", MISTRAL), ("Afmoe", TRINITY), ("FlexOlmo", FLEX), ("Qwen3Next", NEXT), ("Qwen3_5Moe", QWEN35),
-    ("KimiLinear", KIMI),
+    ("KimiLinear", KIMI), ("HunYuanMoEV1", HUNYUAN), ("AriaText", ARIA),
 ]  # fmt: skip
 """One model of each family, with all that the family has."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -157,6 +164,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3_5Moe", QWEN35 | {
         "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1, "rms_norm_eps": 1e-3,
     }),
+    ("HunYuanMoEV1", HUNYUAN | {
+        "moe_topk": 1, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": None,
+    }),
+    ("AriaText", ARIA | {"attention_bias": True, "tie_word_embeddings": True, "moe_num_shared_experts": 1}),
     ("Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "tie_word_embeddings": False, "moe_layer_start_index": 0}),
     ("KimiLinear", KIMI | {
         "q_lora_rank": 12, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "mlp_layer_types": ["sparse"] * 3,
@@ -204,6 +215,7 @@ def loaded(folder: Path) -> Any:
         tensor.data = tensor.data.clone()  # weights lie in the file at any place, and some processors' last bits depend on it
     for module in made.modules():
         own = {"default": getattr(module, "compute_default_rope_parameters", None), **ROPE_INIT_FUNCTIONS}
+        own["dynamic"] = getattr(module, "compute_ntk_alpha_rope_parameters", own["dynamic"])
         if hasattr(module, "inv_freq"):
             with widened():
                 config = getattr(module, "config", made.config)

@@ -235,7 +235,7 @@ def test_routers_choose_the_same_experts(tmp_path: Path, family: str, sizes: dic
     network = getattr(block, "mlp", None) or block.block_sparse_moe
     gate = getattr(network, "gate", None) or network.router
     with torch.no_grad():
-        matrix = gate.gate.weight if family == "Afmoe" else gate.weight
+        matrix = getattr(gate, {"Afmoe": "gate", "HunYuanMoEV1": "wg"}.get(family, ""), gate).weight
         matrix[-1] = matrix[-2]
         router.weight[:, -1] = router.weight[:, -2]
         bias = getattr(network, "e_score_correction_bias", getattr(gate, "e_score_correction_bias", getattr(gate, "bias", None)))

@@ -15,7 +15,7 @@ from foldray.cli import main
 from foldray.comm import Groups
 from tests.foldray.parity import sample
 from tests.trainers.checkpoints.damage import shards_of
-from tests.trainers.hugging_face.oracle import QWEN, QWEN35, filled, loaded, widened
+from tests.trainers.hugging_face.oracle import ARIA, GLM, QWEN, QWEN35, filled, loaded, widened
 from trainers.checkpoints import tensors
 from trainers.checkpoints.tensors import Staged
 
@@ -32,6 +32,11 @@ TEXT35 = {key: value for key, value in QWEN35.items() if key != "rope_parameters
     "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
 }  # fmt: skip
 EYES35 = {key: value for key, value in EYES.items() if key != "deepstack_visual_indexes"}
+TEXT_GLM = {key: value for key, value in GLM.items() if key != "num_nextn_predict_layers"} | {
+    "attention_bias": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+    "tie_word_embeddings": False,
+}  # fmt: skip
+EYES_GLM = EYES | {"image_size": 16, "out_hidden_size": 48}
 EARS = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8,
         "output_dim": 48, "downsample_hidden_size": 4}  # fmt: skip
 
@@ -70,6 +75,16 @@ def whole(family: str) -> Any:
     if family == "Qwen3VLMoe":
         config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=EYES, tie_word_embeddings=False)
         return transformers.Qwen3VLMoeForConditionalGeneration(config)
+    if family == "Glm4vMoe":
+        eyes = {
+            key: value for key, value in EYES_GLM.items() if key not in ("num_position_embeddings", "deepstack_visual_indexes")
+        }
+        config = transformers.Glm4vMoeConfig(text_config=TEXT_GLM, vision_config=eyes, tie_word_embeddings=False)
+        return transformers.Glm4vMoeForConditionalGeneration(config)
+    if family == "Aria":
+        eyes = {"model_type": "idefics3_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # fmt: skip
+        return transformers.AriaForConditionalGeneration(transformers.AriaConfig(vision_config=eyes, text_config=ARIA))
     text = TEXT | {"norm_topk_prob": True}
     thinker = {"text_config": text, "vision_config": EYES, "audio_config": EARS}
     config = transformers.Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
@@ -80,6 +95,7 @@ def whole(family: str) -> Any:
     ("family", "released", "leaves"),
     [
         ("Qwen3VLMoe", True, "Qwen3MoeForCausalLM"), ("Qwen3OmniMoe", True, "Qwen3MoeForCausalLM"),
+        ("Glm4vMoe", False, "Glm4MoeForCausalLM"), ("Aria", False, "AriaTextForCausalLM"),
         ("Qwen3_5Moe", True, "Qwen3_5MoeForCausalLM"), ("Qwen3_5Moe", False, "Qwen3_5MoeForCausalLM"),
     ],
 )  # fmt: skip
