@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("foldray", "trainers", "tuners", "recipes", "benchmarks")  # ground first
 ENGINE_NEEDS = ("torch", "numpy", "scipy", "pydantic", "PyYAML")
 ENGINE_IMPORTS = {"torch", "numpy", "scipy", "pydantic", "yaml"}
+OPTIONAL = {"tutel": ("moe",), "argcomplete": ("cli", "completion.py"), "fla": ("kernels", "fla.py")}  # and their only places
 WITHOUT_TORCH = {
     "__init__", "__main__", "urls", "amounts", "errors", "files", "tables", "activations", "windows", "kinds", "fold", "nodes",
     "blueprint", "graph", "clock", "orders", "finding", "recipe", "costs", "plan", "refold", "choosing", "cli",
@@ -112,9 +113,7 @@ def _between_rooms(source: tuple[str, ...], target: tuple[str, ...]) -> str | No
 
 def _not_for_the_engine(source: tuple[str, ...], package: str, inside: bool) -> str | None:
     here = room(source)
-    if package == "tutel" and here == "moe":
-        return None if inside else "an optional package is imported inside the function that uses it"
-    if package == "argcomplete" and source[1:] == ("cli", "completion.py"):
+    if package in OPTIONAL and source[1:][: len(OPTIONAL[package])] == OPTIONAL[package]:
         return None if inside else "an optional package is imported inside the function that uses it"
     if package == "triton" and source[1:] in (("kernels", "fused_kernels.py"), ("kernels", "routing_kernels.py")):
         return None  # modules that the first launch imports
@@ -185,6 +184,8 @@ def test_every_floor_is_in_the_architecture_page():
         ("foldray/cli/running.py", "def f():\n    import argcomplete", "nothing beyond torch"),
         ("foldray/model/block.py", "def f():\n    import tutel", "nothing beyond torch"),
         ("foldray/kernels/experts.py", "def f():\n    import triton", "nothing beyond torch"),
+        ("foldray/kernels/delta.py", "def f():\n    import fla", "nothing beyond torch"),
+        ("foldray/kernels/fla.py", "import fla", "inside the function"),
         ("foldray/moe/layer.py", "import trainers.worker.loop", "against the direction"),
         ("foldray/moe/layer.py", "from foldray.model import Transformer", "against the direction"),
         ("foldray/moe/layer.py", "from foldray import model", "against the direction"),
@@ -231,6 +232,7 @@ def test_what_is_allowed_passes(path, source):
 # Distributions with other names.
 DISTRIBUTIONS = {
     "yaml": "pyyaml", "sklearn": "scikit-learn", "grpc": "grpcio", "pynvml": "nvidia-ml-py", "megatron": "megatron-core",
+    "fla": "fla-core",
 }  # fmt: skip
 LIBRARIES = ("foldray", "trainers", "tuners")
 ON_NO_INDEX = {"tutel"}  # a command of its own installs it
