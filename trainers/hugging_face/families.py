@@ -24,7 +24,7 @@ WITHIN: tuple[Family, ...] = (
     _QWEN3._replace(
         model_type="qwen3_vl_moe", architecture="Qwen3VLMoeForConditionalGeneration", block=columns_together,
         inside=("text_config",), called={"model.": "model.language_model."}, ahead=("model.visual.",), leaves="qwen3_moe",
-        model_more=lambda config: _QWEN3.model_more(config | {"norm_topk_prob": True}),
+        read=lambda config: config | {"norm_topk_prob": True},
     ),
     _QWEN3._replace(
         model_type="qwen3_omni_moe", architecture="Qwen3OmniMoeForConditionalGeneration",

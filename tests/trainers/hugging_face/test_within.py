@@ -36,7 +36,7 @@ TEXT_GLM = {key: value for key, value in GLM.items() if key != "num_nextn_predic
     "attention_bias": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
     "tie_word_embeddings": False,
 }  # fmt: skip
-EYES_GLM = EYES | {"image_size": 16, "out_hidden_size": 48}
+EYES_GLM = {key: value for key, value in EYES35.items() if key != "num_position_embeddings"} | {"image_size": 16}
 EARS = {"num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8,
         "output_dim": 48, "downsample_hidden_size": 4}  # fmt: skip
 
@@ -76,10 +76,7 @@ def whole(family: str) -> Any:
         config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=EYES, tie_word_embeddings=False)
         return transformers.Qwen3VLMoeForConditionalGeneration(config)
     if family == "Glm4vMoe":
-        eyes = {
-            key: value for key, value in EYES_GLM.items() if key not in ("num_position_embeddings", "deepstack_visual_indexes")
-        }
-        config = transformers.Glm4vMoeConfig(text_config=TEXT_GLM, vision_config=eyes, tie_word_embeddings=False)
+        config = transformers.Glm4vMoeConfig(text_config=TEXT_GLM, vision_config=EYES_GLM, tie_word_embeddings=False)
         return transformers.Glm4vMoeForConditionalGeneration(config)
     if family == "Aria":
         eyes = {"model_type": "idefics3_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
